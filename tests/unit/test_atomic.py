@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import numpy as np
@@ -88,7 +89,15 @@ def test_write_atomic_that_fails_keeps_the_old_file_and_no_temp(tmp_path: Path) 
 
 def test_a_failed_sync_is_never_retried_on_the_same_file(tmp_path: Path) -> None:
     file = POSIX.create(tmp_path / "a")
+    [fd] = [int(p.name) for p in Path("/proc/self/fd").iterdir() if p.is_symlink() and p.readlink() == tmp_path / "a"]
+    good = os.dup(fd)
+    reading, writing = os.pipe()
+    os.dup2(writing, fd)  # a pipe cannot be synced
+    with pytest.raises(SyncError):
+        file.sync()
+    os.dup2(good, fd)  # the descriptor is well again, the pages may be gone
+    with pytest.raises(SyncError, match="earlier"):
+        file.sync()
     file.close()
-    for _ in range(2):
-        with pytest.raises(SyncError):
-            file.sync()
+    for other in (good, reading, writing):
+        os.close(other)
