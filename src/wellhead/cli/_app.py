@@ -1,0 +1,63 @@
+"""The parser: a command for each verb asked for. Only those verbs' files are imported."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from wellhead import __version__
+
+ORDER = ("plan", "extract", "status", "verify")
+"""The verbs in the order in which an engineer meets them."""
+
+EPILOG = (
+    "Global options (--json, --quiet, -c FILE.yaml) and settings (section.field=value) may stand before or after"
+    " the verb. Precedence: flag, section.field=value, file, default."
+)
+
+
+@cache
+def verbs() -> tuple[str, ...]:
+    """The names of all verbs. Imports none of them."""
+    found = {module.name for module in pkgutil.iter_modules([str(Path(__file__).parent)])}
+    return tuple(verb for verb in ORDER if verb in found)
+
+
+def build(names: Sequence[str]) -> Any:
+    """A click group with the commands of these verbs (typed Any: typer's click is private or public by version)."""
+    app = typer.Typer(name="wellhead", add_completion=False, rich_markup_mode=None, no_args_is_help=True)
+    app.callback(epilog="A setting is written section.field=value: `wellhead extract … extract.strict=true`.")(
+        _wellhead
+    )
+    for name in names:
+        module = importlib.import_module(f"wellhead.cli.{name}")
+        app.command(name, epilog=EPILOG)(getattr(module, name))
+    return typer.main.get_command(app)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"wellhead {__version__}")
+        raise typer.Exit
+
+
+def _wellhead(
+    json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout; text goes to stderr.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Only the result and errors.")] = False,
+    config: Annotated[
+        list[Path] | None,
+        typer.Option(
+            "--config", "-c", metavar="FILE.yaml", help="Settings by section (a verb) and field (its option)."
+        ),
+    ] = None,
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version and leave.", callback=_print_version, is_eager=True)
+    ] = False,
+) -> None:
+    """Hidden states you can trust, from a file of conversations."""
