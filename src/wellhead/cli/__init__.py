@@ -12,11 +12,12 @@ import signal
 import sys
 import traceback
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, cast
 
 import typer
 
-from wellhead.cli._app import build, verbs
+from wellhead.cli._app import Verbs, build, shipped
 from wellhead.cli._arguments import Arguments, split, valued_options
 from wellhead.cli._settings import defaults, origin_of
 from wellhead.cli._shared import Output
@@ -26,36 +27,38 @@ from wellhead.errors import DiskFull, UsageError, WellheadError, is_no_room
 _CLICK_ERROR = cast("type[Exception]", typer.BadParameter.__mro__[2])
 """The base of every complaint of the argument parser; typer does not export it under one name in all versions."""
 
-_NOT_AN_ERROR = 0
 _SIGINT_EXIT_CODE = 128 + signal.SIGINT
 _SIGPIPE_EXIT_CODE = 128 + signal.SIGPIPE
 
 
-def run(argv: Sequence[str]) -> int:
-    """Runs `wellhead ARGV` and returns its exit code. Never raises, but for SystemExit of foreign code.
+def run(argv: Sequence[str], verbs: Verbs | None = None) -> int:
+    """Runs `wellhead ARGV` and returns its exit code; errors of every kind end here.
 
     With `--json` standard output carries one JSON object and nothing else: whatever else is printed while the verb
-    runs, by a library too, goes to standard error.
+    runs, by a library too, goes to standard error. `verbs` are the shipped ones, unless a test brings its own.
     """
-    arguments = split(
-        argv or ["--help"], lambda verb: valued_options(build([verb]), verb) if verb in verbs() else set()
-    )
+    verbs = shipped() if verbs is None else verbs
+    arguments = split(argv or ["--help"], partial(_valued, verbs))
     output = Output(json=arguments.json, quiet=arguments.quiet)
     try:
         with contextlib.redirect_stdout(sys.stderr) if arguments.json else contextlib.nullcontext():
-            code, error = _outcome(arguments, output)
+            code, error = _outcome(arguments, verbs, output)
         output.finish(error)
         sys.stdout.flush()
     except BrokenPipeError:
         # Whoever read our output went away. The interpreter flushes once more at exit: give it somewhere to.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.__stdout__.fileno() if sys.__stdout__ else 1)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return _SIGPIPE_EXIT_CODE
     return code
 
 
-def _outcome(arguments: Arguments, output: Output) -> tuple[int, WellheadError | None]:
+def _valued(verbs: Verbs, verb: str) -> set[str]:
+    return valued_options(build({verb: verbs[verb]}), verb) if verb in verbs else set()
+
+
+def _outcome(arguments: Arguments, verbs: Verbs, output: Output) -> tuple[int, WellheadError | None]:
     try:
-        return _invoke(arguments, output), None
+        return _invoke(arguments, verbs, output), None
     except (KeyboardInterrupt, typer.Abort):
         return _SIGINT_EXIT_CODE, None
     except WellheadError as error:
@@ -69,22 +72,21 @@ def _outcome(arguments: Arguments, output: Output) -> tuple[int, WellheadError |
         return translated.exit_code, translated
 
 
-def _invoke(arguments: Arguments, output: Output) -> int:
+def _invoke(arguments: Arguments, verbs: Verbs, output: Output) -> int:
     verb = arguments.verb
-    if verb is not None and verb not in verbs():
-        raise UsageError(f"no such verb: {verb!r}", nearest(verb, verbs()) or "`wellhead --help` lists the verbs")
-    app = build([verb] if verb else verbs())
-    settings = defaults(arguments, verb)
+    if verb is not None and verb not in verbs:
+        raise UsageError(f"no such verb: {verb!r}", nearest(verb, verbs) or "`wellhead --help` lists the verbs")
+    settings = defaults(arguments, verbs)
+    app = build({verb: verbs[verb]} if verb else verbs)
+    extra = {"obj": output, "default_map": settings.default_map}
     try:
-        with app.make_context(
-            "wellhead", list(arguments.rest), obj=output, default_map=settings.default_map
-        ) as context:
+        with app.make_context("wellhead", list(arguments.rest), **extra) as context:
             app.invoke(context)
     except typer.Exit as leaving:
         return int(leaving.exit_code)
     except _CLICK_ERROR as error:
         raise _usage_error(error, verb, settings.origins) from error
-    return _NOT_AN_ERROR
+    return 0
 
 
 def _usage_error(error: Any, verb: str | None, origins: dict[str, str]) -> UsageError:

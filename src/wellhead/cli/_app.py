@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
-from collections.abc import Sequence
-from functools import cache
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 import typer
 
@@ -22,23 +22,29 @@ EPILOG = (
 )
 
 
-@cache
-def verbs() -> tuple[str, ...]:
-    """The names of all verbs. Imports none of them."""
+Verbs = Mapping[str, Callable[[], Callable[..., None]]]
+"""Name -> what imports the verb's file and gives its function, in the order of the help text."""
+
+
+def shipped() -> Verbs:
+    """The verbs of this folder. Imports none of them."""
     found = {module.name for module in pkgutil.iter_modules([str(Path(__file__).parent)])}
-    return tuple(verb for verb in ORDER if verb in found)
+    return {verb: partial(_load, verb) for verb in ORDER if verb in found}
 
 
-def build(names: Sequence[str]) -> Any:
-    """A click group with the commands of these verbs (typed Any: typer's click is private or public by version)."""
+def build(verbs: Verbs) -> Any:
+    """A click group with these verbs' commands (typed Any: typer's click is private or public by version)."""
     app = typer.Typer(name="wellhead", add_completion=False, rich_markup_mode=None, no_args_is_help=True)
     app.callback(epilog="A setting is written section.field=value: `wellhead extract … extract.strict=true`.")(
         _wellhead
     )
-    for name in names:
-        module = importlib.import_module(f"wellhead.cli.{name}")
-        app.command(name, epilog=EPILOG)(getattr(module, name))
+    for name, load in verbs.items():
+        app.command(name, epilog=EPILOG)(load())
     return typer.main.get_command(app)
+
+
+def _load(verb: str) -> Callable[..., None]:
+    return cast("Callable[..., None]", getattr(importlib.import_module(f"wellhead.cli.{verb}"), verb))
 
 
 def _print_version(wanted: bool) -> None:

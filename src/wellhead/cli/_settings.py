@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from wellhead.cli._app import build, verbs
+from wellhead.cli._app import Verbs, build
 from wellhead.cli._arguments import Arguments
 from wellhead.config import Setting, parse_override, read_file, resolve
 from wellhead.errors import UsageError
@@ -19,13 +19,17 @@ class Defaults:
     origins: dict[str, str]
 
 
-def defaults(arguments: Arguments, verb: str | None) -> Defaults:
-    """The settings of files and overrides for a verb. Raises UsageError for what no verb, or not this one, knows."""
+def defaults(arguments: Arguments, verbs: Verbs) -> Defaults:
+    """The settings of files and overrides for the verb asked for.
+
+    Raises UsageError for a section or field that no verb has (in a file, of any verb), and for an override of another
+    verb, which would have no effect."""
+    verb = arguments.verb
     overrides = [parse_override(text) for text in arguments.overrides]
     settings = [setting for path in arguments.config_files for setting in read_file(path)] + overrides
     if not settings:
         return Defaults({}, {})
-    app = build(verbs())
+    app = build(verbs)
     found = resolve(settings, {name: _spellings(command) for name, command in app.commands.items()})
     for setting in overrides:
         if setting.section != verb:
