@@ -72,7 +72,7 @@ class RunLog(_Lines):
 class EventLog(_Lines):
     """A log for machines: one JSON object a line, with `time` (UTC) and `kind` first."""
 
-    def event(self, kind: str, **fields: Any) -> None:
+    def write(self, kind: str, **fields: Any) -> None:
         """Appends an event; fields that JSON does not know are written as their text."""
         self._append(_object(kind, fields))
 

@@ -34,7 +34,7 @@ def shipped() -> Verbs:
 
 def build(verbs: Verbs) -> Any:
     """A click group with these verbs' commands (typed Any: typer's click is private or public by version)."""
-    app = typer.Typer(name="wellhead", add_completion=False, rich_markup_mode=None, no_args_is_help=True)
+    app = typer.Typer(name="wellhead", add_completion=False, rich_markup_mode=None)
     app.callback(epilog="A setting is written section.field=value: `wellhead extract … extract.strict=true`.")(
         _wellhead
     )

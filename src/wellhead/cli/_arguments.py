@@ -13,6 +13,7 @@ _SETTING = re.compile(r"[A-Za-z_][\w-]*\.[A-Za-z_][\w-]*=")
 """`section.field=`. A file of such a name is given as ./section.field=…, or after `--`."""
 
 _CONFIG = ("-c", "--config")
+_CONFIG_ATTACHED = re.compile(r"(?:-c|--config=)(.+)")
 
 
 @dataclass(slots=True)
@@ -47,8 +48,8 @@ def split(argv: Sequence[str], valued: Callable[[str], AbstractSet[str]]) -> Arg
             found.quiet = True
         elif word in _CONFIG and words:
             found.config_files.append(Path(words.pop(0)))
-        elif word.startswith("--config="):
-            found.config_files.append(Path(word.partition("=")[2]))
+        elif attached := _CONFIG_ATTACHED.fullmatch(word):
+            found.config_files.append(Path(attached[1]))
         elif word.startswith("-") and word != "-":
             found.rest.append(word)
             if word in takes_value and words:

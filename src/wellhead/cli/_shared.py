@@ -83,7 +83,14 @@ def _console(*, stderr: bool) -> Console:
     """Colours on a terminal only, none under NO_COLOR (rich looks at both); text is printed as it is given."""
     from rich.console import Console
 
-    return Console(stderr=stderr, markup=False, highlight=False, emoji=False)
+    class Ours(Console):
+        def on_broken_pipe(self) -> None:
+            # Nobody reads the remarks: no reason to end the work. Nobody reads the result: the frame ends quietly.
+            if not self.stderr:
+                raise BrokenPipeError
+            self.quiet = True
+
+    return Ours(stderr=stderr, markup=False, highlight=False, emoji=False)
 
 
 def _to_json(value: Mapping[str, Any]) -> str:
