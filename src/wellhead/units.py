@@ -10,8 +10,6 @@ from wellhead.errors import UsageError
 
 _DECIMAL = "kMGTPE"
 _SIZE = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*(?:([kKmMgGtTpPeE])(i?))?[bB]?\s*")
-_DURATION = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*(ms|s|min|m|h|d)?\s*")
-_SECONDS = {"ms": 0.001, "s": 1.0, "min": 60.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 
 
 def parse_size(text: str | int) -> int:
@@ -26,28 +24,15 @@ def parse_size(text: str | int) -> int:
     return int(Decimal(number) * int(base**power))
 
 
-def parse_duration(text: str | float) -> float:
-    """Seconds from "90", "90s", "2min", "1.5h". Raises UsageError."""
-    match = _DURATION.fullmatch(str(text))
-    if match is None:
-        raise UsageError(f"{text!r} is not a duration", "write a number and s, min, h or d, such as 30s")
-    number, unit = match.groups()
-    return float(number) * _SECONDS[unit or "s"]
-
-
 def format_bytes(count: float) -> str:
     """Four significant digits: "1.206 TB", "57.34 kB", "512 B"."""
     if abs(count) < 1000:
         return f"{count:.0f} B"
-    power = min(int(math.log10(abs(count)) // 3), len(_DECIMAL))
-    if round(abs(count) / 1000**power, 3) >= 1000 and power < len(_DECIMAL):
-        power += 1
-    return f"{_digits(count / 1000**power)} {_DECIMAL[power - 1]}B"
-
-
-def format_count(count: int) -> str:
-    """Thousands separated: "21,030,000"."""
-    return f"{count:,}"
+    # The exponent is taken after rounding, so that 999,999 bytes are a megabyte.
+    mantissa, exponent = f"{count:.3e}".split("e")
+    power = min(int(exponent) // 3, len(_DECIMAL))
+    beyond = int(exponent) - 3 * power
+    return f"{float(mantissa) * 10**beyond:.{max(3 - beyond, 0)}f} {_DECIMAL[power - 1]}B"
 
 
 def format_duration(seconds: float) -> str:
@@ -56,14 +41,16 @@ def format_duration(seconds: float) -> str:
         return "unknown"
     if seconds < 10:
         return f"{seconds:.1f} s"
-    whole = round(seconds)
-    for size, unit, part, small in ((86400, "d", 3600, "h"), (3600, "h", 60, "min"), (60, "min", 1, "s")):
-        if whole >= size:
-            # Rounded to the smaller unit first, so that 59 min 59.7 s is an hour.
-            total = round(whole / part)
-            per = size // part
-            return f"{total // per} {unit} {total % per} {small}" if total % per else f"{total // per} {unit}"
-    return f"{whole} s"
+    # Each row: the larger unit, the smaller one, how many of it make the larger, its seconds, where the row ends.
+    for large, small, per, size, end in (
+        ("min", "s", 60, 1, 60),
+        ("h", "min", 60, 60, 24),
+        ("d", "h", 24, 3600, math.inf),
+    ):
+        whole, rest = divmod(round(seconds / size), per)
+        if whole < end:
+            return " ".join(f"{n} {unit}" for n, unit in ((whole, large), (rest, small)) if n)
+    raise AssertionError("the last row has no end")
 
 
 def format_rate(per_second: float, unit: str = "tok") -> str:
@@ -71,9 +58,3 @@ def format_rate(per_second: float, unit: str = "tok") -> str:
     if not math.isfinite(per_second):
         return f"unknown {unit}/s"
     return f"{per_second:,.0f} {unit}/s" if per_second >= 100 else f"{per_second:.1f} {unit}/s"
-
-
-def _digits(value: float) -> str:
-    """Four significant digits of a number from 1 to 1000."""
-    decimals = 3 if abs(value) < 9.9995 else 2 if abs(value) < 99.995 else 1
-    return f"{value:.{decimals}f}"
