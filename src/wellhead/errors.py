@@ -110,7 +110,11 @@ class StoreDamaged(WellheadError):
     code = "damaged"
 
 
-SIGNAL_EXIT_CODES = {130: "second SIGINT: ended at once", 143: "second SIGTERM: ended at once"}
+SIGNAL_EXIT_CODES = {
+    130: "SIGINT: ended at once (`extract` does so at the second one, and exits with 11 after the first)",
+    141: "nobody reads standard output any more",
+    143: "SIGTERM: ended at once (`extract`: as with SIGINT)",
+}
 
 _NO_ROOM = {errno.ENOSPC, errno.EDQUOT}
 
