@@ -72,7 +72,10 @@ class Plan:
         stem = name.removesuffix(".parquet")
         if not (stem.isascii() and stem.isdigit()):
             raise StoreDamaged(f"{paths.current_plan} names no plan: {name[:80]!r}", "remove it and plan again")
-        return cls(paths.plan(int(stem)))
+        path = paths.plan(int(stem))
+        if not path.exists():
+            raise StoreDamaged(f"{paths.current_plan} names {path.name}, which is gone", "remove it and plan again")
+        return cls(path)
 
     @classmethod
     def current(cls, run_dir: Path) -> Plan:
