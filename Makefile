@@ -52,10 +52,10 @@ test-model: $(INSTALLED)
 .PHONY: test-model
 
 test: test-model
-	@$(BIN)/python -m pytest -n $(WORKERS) -m "not slow" $(ARGS)
+	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup -m "not slow" $(ARGS)
 
 test-full: test-model
-	@$(BIN)/python -m pytest -n $(WORKERS) --timeout 1800 $(ARGS)
+	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup --timeout 1800 $(ARGS)
 
 check: $(INSTALLED)
 	@echo "== ruff check" && $(BIN)/ruff check --quiet $(CODE)

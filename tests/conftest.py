@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -19,11 +19,16 @@ IN_CI = bool(os.environ.get("CI"))
 UNSET = ("PYTHONUNBUFFERED", "WELLHEAD_DEBUG", "NO_COLOR", "FORCE_COLOR", "COLUMNS", "PYTHONWARNINGS")
 
 
-def lacking(reason: str) -> NoReturn:
-    """Skips a test for what this machine cannot offer; in CI (CI is set) it fails instead."""
+def _lacking(reason: str) -> NoReturn:
     if IN_CI:
         pytest.fail(f"needed in CI: {reason}")
     pytest.skip(reason)
+
+
+@pytest.fixture(scope="session")
+def lacking() -> Callable[[str], NoReturn]:
+    """`lacking(reason)` skips a test for what this machine cannot offer; where CI is set it fails instead."""
+    return _lacking
 
 
 @pytest.fixture(scope="session")
@@ -94,7 +99,7 @@ def cli(env: dict[str, str], tmp_path: Path) -> Cli:
 
 
 @pytest.fixture
-def tmpfs(tmp_path: Path) -> Iterator[Any]:
+def tmpfs(tmp_path: Path) -> Iterator[Callable[[str], Path]]:
     """`tmpfs("16m")` gives a folder on a file system of that size. Needs the right to mount."""
     mounted: list[Path] = []
 
@@ -105,9 +110,9 @@ def tmpfs(tmp_path: Path) -> Iterator[Any]:
         try:
             done = subprocess.run(command, capture_output=True, text=True)
         except FileNotFoundError:
-            lacking("no `mount` program")
+            _lacking("no `mount` program")
         if done.returncode != 0:
-            lacking(f"a tmpfs of {size} cannot be mounted: {done.stderr.strip()}")
+            _lacking(f"a tmpfs of {size} cannot be mounted: {done.stderr.strip()}")
         mounted.append(folder)
         return folder
 
@@ -122,7 +127,7 @@ def real_model() -> Path:
     cache = os.environ.get("WELLHEAD_CACHE")
     folder = (Path(cache) if cache else Path.home() / ".cache" / "wellhead") / "models" / "smollm2-demo"
     if not (folder / "model.safetensors").is_file():
-        lacking(f"no model in {folder}: `make model` makes it")
+        _lacking(f"no model in {folder}: `make model` makes it")
     return folder
 
 
