@@ -103,6 +103,13 @@ class DiskFull(WellheadError):
     retryable = True
 
 
+class DiskFailed(WellheadError):
+    """A disk answered with an error that is not about room; what was committed is safe if the disk keeps it."""
+
+    exit_code = 13
+    code = "disk_failed"
+
+
 class StoreDamaged(WellheadError):
     """Bytes of the run are not what the ledger says; `wellhead verify` names them all."""
 

@@ -64,6 +64,9 @@ class Disk(Protocol):
     def link(self, source: Path, new: Path) -> None:
         """A second name for a file; FileExistsError if `new` is there, whoever made it: at most one caller wins."""
 
+    def sync_file(self, path: Path) -> None:
+        """Makes the content of a file durable that a killed process may have left unsynced. Raises SyncError."""
+
     def sync_dir(self, path: Path) -> None:
         """Makes the names in a directory durable: creations, renames, links and removals. Raises SyncError."""
 
@@ -136,6 +139,15 @@ class PosixDisk:
 
     def link(self, source: Path, new: Path) -> None:
         new.hardlink_to(source)
+
+    def sync_file(self, path: Path) -> None:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            os.fsync(fd)
+        except OSError as error:
+            raise SyncError(error.errno, error.strerror, str(path)) from error
+        finally:
+            os.close(fd)
 
     def sync_dir(self, path: Path) -> None:
         fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)

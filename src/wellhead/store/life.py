@@ -23,6 +23,9 @@ HEARTBEAT_LIMIT_S = 300.0
 
 _PROC = Path("/proc")
 
+_ended: set[str] = set()
+"""Lives of this very process that are over although the process goes on."""
+
 
 @dataclass(frozen=True, slots=True)
 class Life:
@@ -97,17 +100,23 @@ def is_dead(life: Life, *signs: Path, now: float | None = None) -> bool:
     `signs` are files that it touches while it lives (the heartbeat first of all; missing ones say nothing). `now` is
     the time by the clock that stamps these files; default: this machine's.
 
-    - same host, boot and pid namespace: its pid is gone, or belongs to a process that started at another time;
+    - same host, boot and pid namespace: its pid is gone, or belongs to a process that started at another time, or is
+      this process and the life was ended by `mark_ended`;
     - same host, another boot: dead, unless a sign is younger than this boot, which means that it is another machine
       of the same name;
     - elsewhere: the last sign is older than 5 minutes. Without any sign nothing is proven.
     """
     if life.host == socket.gethostname() and life.boot_id == boot_id() and life.pid_namespace == pid_namespace():
-        return not _runs(life.pid, life.start_time)
+        return life.id in _ended or not _runs(life.pid, life.start_time)
     last = max((time_ for path in signs if (time_ := _modified(path)) is not None), default=None)
     if life.host == socket.gethostname() and life.boot_id != boot_id() and (last is None or last < _booted_at()):
         return True
     return last is not None and (time.time() if now is None else now) - last > HEARTBEAT_LIMIT_S
+
+
+def mark_ended(life: Life) -> None:
+    """This process will do nothing more as that life."""
+    _ended.add(life.id)
 
 
 def start_time_of(pid: int) -> float | None:

@@ -20,7 +20,7 @@ import orjson
 from wellhead.errors import RunHeld, StoreDamaged, UsageError
 from wellhead.paths import RunPaths
 from wellhead.store.atomic import POSIX, Disk, temp_path, write_atomic
-from wellhead.store.life import HEARTBEAT_LIMIT_S, Life, is_dead
+from wellhead.store.life import HEARTBEAT_LIMIT_S, Life, is_dead, mark_ended
 
 _NO_LINKS = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP}
 _ROUNDS = 1000
@@ -82,7 +82,8 @@ class RunLock:
         raise RunHeld(f"{run_dir} changed hands {_ROUNDS} times while this process tried to take it", "try again")
 
     def release(self) -> None:
-        """Lets the next process in at once. Does nothing if the run is no longer ours."""
+        """Ends the life and lets the next one in at once. Touches nothing if the run is no longer ours."""
+        mark_ended(self._holder.life)
         if self.held():
             write_atomic(self._path, Holder(self._holder.life, self._holder.command, True).to_bytes(), self._disk)
 
