@@ -169,7 +169,8 @@ class ShardWriter:
         for tensor, bits in capture.states.items():
             width = self._tables[tensor].size if tensor in self._tables else bits.shape[-1]
             if bits.dtype != np.uint16 or bits.shape != (capture.tokens, width) or not bits.size:
-                raise ValueError(f"{capture.id}.{tensor} is {bits.dtype} {bits.shape} for {capture.tokens} tokens")
+                expected = (capture.tokens, width)
+                raise ValueError(f"{capture.id}.{tensor} is {bits.dtype} {bits.shape}, not uint16 {expected}")
         if not self.fits(capture):
             raise ValueError(f"the shard has no room for {capture.id}: seal it")
 
