@@ -6,6 +6,7 @@ import base64
 import errno
 import json
 import struct
+import tracemalloc
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -23,6 +24,7 @@ from wellhead.core import Capture, Provenance, sample_id
 from wellhead.errors import StoreDamaged
 from wellhead.store import codec
 from wellhead.store.atomic import POSIX, File
+from wellhead.store.pread import PIECE_BYTES
 from wellhead.store.shard import Codec, SealedShard, ShardWriter, damaged_tensors, estimate_head_room, read_head
 
 if TYPE_CHECKING:
@@ -216,6 +218,24 @@ def test_mapped_samples_stream(tmp_path: Path, kind: Codec) -> None:
         offset, size, _ = sealed.members[0].sizes["r2"]
         whole = b"".join(bytes(p) for p in codec.encode(item.states["r2"], codec.bias_table(item.states["r2"])))
         assert (tmp_path / NAME).read_bytes()[offset : offset + size] == whole
+
+
+@pytest.mark.parametrize("kind", CODECS)
+def test_a_long_sample_is_not_held_in_memory(tmp_path: Path, kind: Codec) -> None:
+    tokens, hidden = 40_000, 64
+    rng = np.random.default_rng(0)
+    np.save(tmp_path / "x.npy", rng.integers(0, 1 << 16, (tokens, hidden), dtype=np.uint16))  # 5.1 MB
+    mapped = np.load(tmp_path / "x.npy", mmap_mode="r")
+    file, shard = writer(tmp_path / NAME, kind)
+    shard.add(capture(1, 1100, ("r2",), hidden=hidden))  # fills the thread's scratch memory
+    long = replace(capture(2, tokens, ("r2",), hidden=1), states={"r2": mapped})
+    tracemalloc.start()
+    shard.add(long)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    file.close()
+    chunk = 1024 * hidden * 2
+    assert peak < 2 * PIECE_BYTES + 3 * chunk
 
 
 class Budget:

@@ -98,7 +98,7 @@ def max_encoded_bytes(tokens: int, hidden_size: int) -> int:
 
 
 def padding(stored_bytes: int) -> bytes:
-    """The zero bytes that end a tensor, so that the next one starts at a multiple of 8."""
+    """The zero bytes that end a tensor: its size is a multiple of 8, and what follows it stays aligned."""
     return bytes(-stored_bytes % _ALIGNMENT)
 
 

@@ -16,7 +16,9 @@ import numpy as np
 
 from wellhead.errors import StoreDamaged
 
-PIECE_BYTES = 4 << 20
+PIECE_BYTES = 1 << 19
+"""Read at a time where bytes are only looked at once: small enough to be hashed from the cache."""
+
 _MAX_BUFFERS = 512
 """Buffers of one preadv; systems allow 1,024."""
 
@@ -132,7 +134,7 @@ class _OpenFile:
 
 
 def read_pieces(path: Path, offset: int, size: int) -> Iterator[bytes]:
-    """The bytes at `offset`, a few MiB at a time; fewer than `size` if the file ends before. Raises OSError."""
+    """The bytes at `offset`, in pieces of up to `PIECE_BYTES`; fewer if the file ends before. Raises OSError."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         while size > 0 and (piece := os.pread(fd, min(size, PIECE_BYTES), offset)):
