@@ -109,7 +109,7 @@ def _verb(name: str, function: Any, command: Any) -> str:
             f"| {_spelled(option, types)} | {_default(option)} | {_cell(option.help)} |" for option in options
         ] + [""]
     lines += ["`--json`:", "", "| key | meaning |", "|---|---|"]
-    lines += [f"| `{key}` | {_cell(meaning)} |" for key, meaning in KEYS[name].items()]
+    lines += [f"| {_key(key)} | {_cell(meaning)} |" for key, meaning in KEYS[name].items()]
     return "\n".join(lines) + "\n"
 
 
@@ -142,6 +142,10 @@ def _default(option: Any) -> str:
     if option.default is None or option.default is False:
         return ""
     return f"`{option.default}`"
+
+
+def _key(key: str) -> str:
+    return f"[`{key[1:-1]}`]" if key.startswith("[") else f"`{key}`"
 
 
 def _cell(text: str | None) -> str:

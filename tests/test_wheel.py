@@ -82,4 +82,4 @@ def test_a_plan_from_lengths_needs_no_model(bin_folder: Path, env: dict[str, str
     assert found["raw_bytes"] == 600 * 4 * 7168 * 2
     assert found["bytes_per_token"] == 57_344
     assert found["fits"] is True
-    assert set(found) == set(KEYS["plan"])
+    assert set(found) == {key for key in KEYS["plan"] if not key.startswith("[")}
