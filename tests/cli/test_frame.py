@@ -15,7 +15,7 @@ import typer
 
 import wellhead
 from wellhead.cli import run
-from wellhead.cli._app import ORDER, shipped
+from wellhead.cli._app import ORDER, Verbs, shipped
 from wellhead.cli._arguments import split
 from wellhead.cli._shared import output
 from wellhead.errors import CompleteWithRejects, FindingsFound, all_errors
@@ -65,7 +65,7 @@ def spill(context: typer.Context, how: str) -> None:
     raise failures[how]()
 
 
-VERBS = {"boil": lambda: boil, "spill": lambda: spill}
+VERBS: Verbs = {"boil": lambda: boil, "spill": lambda: spill}
 
 
 @pytest.fixture
