@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from wellhead.core import FinalNorm, Provenance, Sample
 
@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from wellhead.core import Bits
+
+EngineName = Literal["transformers", "stub"]
 
 
 @dataclass(frozen=True, slots=True)

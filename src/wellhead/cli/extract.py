@@ -1,0 +1,114 @@
+"""`wellhead extract`: the main job."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from wellhead.cli._shared import output
+from wellhead.core import Dtype, FinalNorm
+from wellhead.dataset.overlay import MaskPolicy
+from wellhead.engines.base import EngineName
+from wellhead.errors import CompleteWithRejects
+from wellhead.store.head import Codec
+
+if TYPE_CHECKING:
+    from wellhead.prepare import Request
+
+
+def extract(
+    context: typer.Context,
+    data: Annotated[Path, typer.Argument(help="JSONL file of conversations.")],
+    model: Annotated[str, typer.Option("--model", "--model-path", help="Model folder, or smollm2-demo.")],
+    out: Annotated[Path, typer.Option("--out", help="Run folder; resumes when it exists.")],
+    layers: Annotated[
+        str | None,
+        typer.Option(help="r_k numbers such as 3,31,59, or block-output:2,30,58. Default: r_2, r_n/2, r_n-3."),
+    ] = None,
+    engine: Annotated[
+        EngineName, typer.Option(help="transformers; stub: made-up states, for rehearsal.")
+    ] = "transformers",
+    dtype: Annotated[Dtype, typer.Option(help="What computes; stored is always bf16.")] = "bfloat16",
+    final: Annotated[FinalNorm, typer.Option(help="The final state: after the final norm, or before.")] = "post_norm",
+    mask: Annotated[MaskPolicy, typer.Option(help="Which turns are supervised.")] = "all-assistant",
+    max_length: Annotated[
+        int | None, typer.Option("--max-length", "--seq-length", help="Cut rows at so many tokens.")
+    ] = None,
+    codec: Annotated[Codec, typer.Option(help="planes-zstd (lossless), or raw: plain safetensors.")] = "planes-zstd",
+    shard_bytes: Annotated[str, typer.Option(help="Close a shard at this size.")] = "1GiB",
+    shard_seconds: Annotated[
+        float | None, typer.Option(help="Close a shard at this age, whatever its size. Default: 30 s and ≥ 64 MiB.")
+    ] = None,
+    reserve: Annotated[str, typer.Option(help="Disk space to leave free, such as 400GB.")] = "0",
+    disk_wait: Annotated[float, typer.Option(help="Seconds to wait for space before exit 13.")] = 600.0,
+    max_failure_rate: Annotated[float, typer.Option(help="Give up (exit 12) above this share of failures.")] = 0.03,
+    retry_quarantined: Annotated[bool, typer.Option(help="Try samples again that were quarantined.")] = False,
+    mix_engines: Annotated[bool, typer.Option(help="Go on with another engine or version than before.")] = False,
+    strict: Annotated[bool, typer.Option(help="Exit 8 if any row is rejected, before anything is captured.")] = False,
+    fault: Annotated[str | None, typer.Option(help="Fault script of the stub engine.")] = None,
+) -> None:
+    """Captures the states of every conversation into a run folder, and resumes one."""
+    from wellhead.cli._progress import display
+    from wellhead.cli._signals import stop_on_signals
+    from wellhead.extract import extract as run_extract
+    from wellhead.prepare import Request
+    from wellhead.units import parse_size
+
+    request = Request(
+        data=data,
+        model=model,
+        run_dir=out,
+        layers=layers,
+        engine=engine,
+        dtype=dtype,
+        final=final,
+        mask=mask,
+        max_length=max_length,
+        codec=codec,
+        shard_bytes=parse_size(shard_bytes),
+        shard_seconds=shard_seconds,
+        reserve_bytes=parse_size(reserve),
+        disk_wait_s=disk_wait,
+        max_failure_rate=max_failure_rate,
+        retry_quarantined=retry_quarantined,
+        mix_engines=mix_engines,
+        strict=strict,
+        fault=fault,
+    )
+    say = output(context)
+    with stop_on_signals() as stop, display(say.stderr, say.quiet) as screen:
+        outcome = run_extract(request, say.say, screen.show, stop)
+    say.result(outcome.summary, _closing(request, outcome.summary))
+    if outcome.error is not None:
+        raise outcome.error
+    if outcome.summary["state"] == "complete_with_rejects":
+        rejected = sum(outcome.summary["rejected"].values())
+        raise CompleteWithRejects(
+            f"complete, but {rejected} rows were rejected and {outcome.summary['quarantined']} quarantined",
+            f"`wellhead status {request.run_dir}` lists them by reason",
+        )
+
+
+def _closing(request: Request, summary: dict[str, Any]) -> str:
+    from wellhead.cli._progress import ratio
+    from wellhead.units import format_bytes
+
+    words = {
+        "complete": "complete",
+        "complete_with_rejects": "complete, with rejects",
+        "stopped": "stopped; the same command goes on",
+        "gave_up": "gave up",
+        "disk": "stopped: no disk space; the same command goes on when there is room",
+    }
+    lines = [
+        f"{request.run_dir}: {words[summary['state']]}",
+        f"  {summary['kept']:,} rows kept, {summary['pending']:,} pending, {summary['quarantined']:,} quarantined, "
+        f"{sum(summary['rejected'].values()):,} rejected; {summary['captured']:,} states captured by this call",
+        f"  {summary['tokens']:,} tokens, {format_bytes(summary['raw_bytes'])} raw ({summary['raw_bytes']:,} bytes), "
+        f"{ratio(summary)}",
+    ]
+    if summary["state"] == "complete" and not summary["captured"]:
+        lines.append("  nothing was left to do")
+    return "\n".join(lines)

@@ -1,0 +1,57 @@
+"""`wellhead verify`: read-only proof, with typed findings."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from wellhead.cli._shared import output
+from wellhead.errors import FindingsFound
+
+if TYPE_CHECKING:
+    from wellhead.verify import Report
+
+SHOWN = 20
+
+
+def verify(
+    context: typer.Context,
+    run: Annotated[Path, typer.Argument(help="Run folder.")],
+    deep: Annotated[bool, typer.Option("--deep", help="Read, hash and decode every tensor.")] = False,
+    recapture: Annotated[
+        int, typer.Option(min=0, metavar="N", help="Compute N samples again, in other company, and compare.")
+    ] = 0,
+) -> None:
+    """Proves that a run's bytes are what was recorded. Reads only; exit 6 if they are not."""
+    from wellhead.cli._progress import share_bar
+    from wellhead.verify import verify as run_verify
+
+    say = output(context)
+    with share_bar(say.stderr, say.quiet, "verifying") as progress:
+        report = run_verify(run, deep=deep, recapture=recapture, progress=progress)
+    say.result(report.to_json(), _words(run, report))
+    if not report.ok:
+        wrong = [finding for finding in report.findings if finding.kind != "suspect"]
+        raise FindingsFound(
+            f"{run}: {len(wrong)} findings",
+            "remove the shard files named and run extract again: it captures what they held once more",
+        )
+
+
+def _words(run: Path, report: Report) -> str:
+    checked = ", ".join(f"{count:,} {name.replace('_', ' ')}" for name, count in report.checked.items())
+    lines = [f"{run}: {'sound' if report.ok else 'NOT SOUND'} ({checked})"]
+    for finding in report.findings[:SHOWN]:
+        where = " ".join(part for part in (finding.shard, finding.id) if part)
+        lines.append(f"  {finding.kind:<8} {where + ': ' if where else ''}{finding.detail}")
+    if len(report.findings) > SHOWN:
+        lines.append(f"  and {len(report.findings) - SHOWN:,} more: --json lists them all")
+    if report.layers:
+        lines.append("  computed again, alone, by an independent path (mean relative error of a row):")
+        lines.append(f"    {'tensor':<8} {'own':>10} {'nearest neighbour':>20}")
+        for layer in report.layers:
+            neighbour = f"{layer['neighbour_error']:.3g} ({layer['neighbour']})"
+            lines.append(f"    {layer['name']:<8} {layer['own_error']:>10.2g} {neighbour:>20}")
+    return "\n".join(lines)

@@ -1,0 +1,233 @@
+"""The main path: plan → engine → capture → store.
+
+    rows ──plan──▶ batches ──engine──▶ payloads ──capture.check──▶ captures ──StoreWriter──▶ shard + ledger line
+
+One batch is with the engine while the one before it is checked, encoded and written by the writer's own thread. A
+shard is closed at batch boundaries only, and a resume reruns whole batches, so that an interrupted run holds the same
+bytes as an undisturbed one. `extract` is the program, `_Extraction.run` its loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+from wellhead.capture import Rejection, check
+from wellhead.core import Capture, PlanItem, Sample
+from wellhead.engines.base import Engine, Failure, Payload
+from wellhead.errors import DiskFull, GaveUp, Stopped, WellheadError
+from wellhead.guard import Level, wait_until
+from wellhead.prepare import Request, Say, load_engine, prepared, require_room, write_manifest
+from wellhead.session import Session, Show, session
+from wellhead.store.records import Commit
+
+FAILURES_BEFORE_GIVING_UP = 5
+"""So many samples must have failed before a rate means anything."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How a call of `extract` ended: the object of `extract --json`, and the error that it ended with, if any."""
+
+    summary: dict[str, Any]
+    error: WellheadError | None = None
+
+
+def extract(request: Request, say: Say, show: Show, stop_asked: Callable[[], bool]) -> Outcome:
+    """Captures everything that `request` asks for and the run does not hold yet.
+
+    `say` gets remarks for people, `show` a snapshot every 2 s from a thread of its own; once `stop_asked` is true the
+    batch in hand is finished and committed. Ends as Outcome when the run was reached (complete, stopped, gave up, disk
+    full); everything that was refused before that is raised as a WellheadError."""
+    with prepared(request, say, stop_asked) as run, session(run, say, show) as open_session:
+        if not open_session.work.lacking:
+            return Outcome(open_session.finish())
+        require_room(run, open_session.work)
+        engine = load_engine(run, open_session.index, say)
+        write_manifest(run, engine)
+        open_session.begin(engine)
+        try:
+            asyncio.run(_Extraction(open_session, engine, stop_asked).run())
+        except (Stopped, GaveUp, DiskFull) as error:
+            return Outcome(open_session.finish(error), error)
+        return Outcome(open_session.finish())
+
+
+@dataclass(frozen=True, slots=True)
+class Captured:
+    """What came back for one batch."""
+
+    samples: Sequence[Sample]
+    outcomes: Sequence[Payload | Failure]
+
+
+class _Extraction:
+    """The loop. Everything that touches the writer runs in the writer's thread; `_` is the open session."""
+
+    def __init__(self, open_session: Session, engine: Engine, stop_asked: Callable[[], bool]) -> None:
+        self._ = open_session
+        self._engine = engine
+        self._stop_asked = stop_asked
+        self._writer_thread = ThreadPoolExecutor(1, thread_name_prefix="wellhead-writer")
+        self._failed = 0
+        self._tried = 0
+        self._in_hand_raw = 0
+        self._left_raw = self._.work.pending_tokens * self._.progress.bytes_per_token
+
+    async def run(self) -> None:
+        """Raises Stopped, GaveUp or DiskFull, always after committing what was captured."""
+        done: Captured | None = None
+        try:
+            for unit in self._.work.units(self._engine.describe()):
+                await self._admit(unit)
+                samples = self._.plan.samples([item.id for item in unit])
+                await self._in_writer(self._.writer.attempt, [s.id for s in samples if s.id in self._.work.lacking])
+                keeping, done = asyncio.create_task(self._keep(done)), None
+                try:
+                    done = await self._capture(samples)
+                finally:
+                    await keeping
+            await self._keep(done)
+        except (Stopped, GaveUp, DiskFull):
+            await self._keep(done, judge=False)
+            raise
+        finally:
+            await self._in_writer(self._commit)
+            self._writer_thread.shutdown()
+            await self._engine.drain()
+            await self._engine.aclose()
+
+    async def _admit(self, unit: Sequence[PlanItem]) -> None:
+        """Lets a batch in, or waits for space, or ends the run."""
+        if self._stop_asked():
+            raise Stopped("stopped as asked; everything captured is committed", "run the same command to go on")
+        batch_raw = sum(item.tokens for item in unit) * self._.progress.bytes_per_token
+        # the batch before this one is captured and not yet written: it needs its room too
+        level = self._.guard.level(self._in_hand_raw + batch_raw, self._left_raw)
+        if level is Level.WARN:
+            self._warn("disk_low", "what is left to capture would eat into the disk's reserve")
+        elif level is Level.HOLD:
+            await self._hold(self._in_hand_raw + batch_raw)
+        self._left_raw -= batch_raw
+        self._in_hand_raw = batch_raw
+
+    async def _hold(self, batch_raw: int) -> None:
+        self._warn("disk_hold", "no space for the next batch: nothing is admitted until there is")
+        await self._in_writer(self._commit)
+        self._.progress.doing = "waiting for disk space"
+        roomy = await asyncio.to_thread(
+            wait_until,
+            lambda: self._.guard.level(batch_raw, self._left_raw) is not Level.HOLD,
+            self._.run.request.disk_wait_s,
+            self._stop_asked,
+        )
+        if not roomy:
+            raise DiskFull(
+                f"{self._.guard.folder}: {self._.guard.free()} bytes free, the next batch needs {batch_raw} "
+                f"and the reserve is {self._.guard.reserve_bytes}",
+                "make room and run the same command: it goes on where it stopped",
+            )
+        self._.events.write("disk_ok", free_bytes=self._.guard.free())
+
+    async def _capture(self, samples: Sequence[Sample]) -> Captured:
+        progress, longest = self._.progress, max(samples, key=lambda sample: sample.tokens)
+        progress.doing = "capturing"
+        progress.begin_batch((longest.id, longest.tokens), sum(sample.tokens for sample in samples))
+        tensors = self._wanted(samples)
+        outcomes = [outcome async for outcome in self._engine.capture(samples, tensors)]
+        # A batch that the engine could not take (out of memory) may be one that it can take sample by sample.
+        again = {o.sample_id for o in outcomes if isinstance(o, Failure) and o.retryable}
+        outcomes = [o for o in outcomes if o.sample_id not in again]
+        for sample in samples:
+            if sample.id in again:
+                self._.events.write("retry_alone", id=sample.id)
+                outcomes += [outcome async for outcome in self._engine.capture([sample], tensors)]
+        progress.end_batch()
+        return Captured(samples, outcomes)
+
+    def _wanted(self, samples: Sequence[Sample]) -> tuple[str, ...]:
+        lacking = {name for sample in samples for name in self._.work.lacking.get(sample.id, ())}
+        return tuple(name for name in self._.run.tensors if name in lacking)
+
+    async def _keep(self, done: Captured | None, judge: bool = True) -> None:
+        """Checks, encodes and appends what came back; closes the shard when it is due."""
+        if done is None:
+            return
+        await self._in_writer(self._keep_batch, done)
+        for outcome in done.outcomes:
+            if isinstance(outcome, Payload):
+                self._engine.release(outcome)
+        if judge:
+            self._judge_failures()
+
+    def _keep_batch(self, done: Captured) -> None:
+        wanted = self._wanted(done.samples)
+        outcomes = {outcome.sample_id: outcome for outcome in done.outcomes}
+        for sample in done.samples:
+            lacking = self._.work.lacking.get(sample.id)
+            if not lacking:
+                continue  # captured for the sake of the batch's composition, stored long ago
+            self._tried += 1
+            verdict = _verdict(sample, outcomes.get(sample.id), wanted, self._.run.spec.hidden_size)
+            if isinstance(verdict, Rejection):
+                self._quarantine(sample, verdict)
+                continue
+            states = {name: verdict.states[name] for name in lacking}
+            capture = Capture(verdict.id, verdict.input_ids, states, verdict.provenance)
+            self._count(self._.writer.add(capture))
+            self._.progress.add_captured(sample.tokens)
+        if self._.writer.due():
+            self._commit()
+
+    def _quarantine(self, sample: Sample, why: Rejection) -> None:
+        self._failed += 1
+        self._.writer.quarantine(sample.id, why.reason, why.detail)
+        self._.progress.add_quarantined(self._.work.rows_of[sample.id], sample.tokens)
+        self._.log.line(f"quarantined {sample.id} ({sample.tokens} tokens): {why.reason}: {why.detail}")
+        self._.events.write("quarantine", id=sample.id, reason=why.reason, detail=why.detail)
+
+    def _judge_failures(self) -> None:
+        limit = self._.run.request.max_failure_rate
+        if self._failed >= FAILURES_BEFORE_GIVING_UP and self._failed > limit * self._tried:
+            raise GaveUp(
+                f"{self._failed} of {self._tried} samples failed, more than the {limit:.1%} allowed",
+                "see log.txt of this life for the reasons; --max-failure-rate sets the limit, "
+                "--retry-quarantined tries them again",
+            )
+
+    def _commit(self) -> None:
+        """Closes the open shard: durable, then recorded, then counted."""
+        self._count(self._.writer.commit())
+
+    def _count(self, commit: Commit | None) -> None:
+        if commit is None:
+            return
+        rows = sum(self._.work.rows_of[id] for id in commit.ids)
+        tokens = sum(commit.tokens)
+        self._.progress.add_commit(rows, len(commit.ids), tokens, commit.raw_bytes, commit.size)
+        self._.log.line(
+            f"committed {commit.shard}: {len(commit.ids)} samples, {tokens} tokens, {commit.raw_bytes} raw bytes, "
+            f"{commit.size} stored, {self._.progress.pace()}"
+        )
+        self._.events.write("commit", shard=commit.shard, samples=len(commit.ids), tokens=tokens, bytes=commit.size)
+
+    def _warn(self, kind: str, text: str) -> None:
+        if text not in self._.progress.warnings:
+            self._.progress.warnings.append(text)
+            self._.log.line(f"warning: {text}")
+        self._.events.write(kind, free_bytes=self._.guard.free())
+
+    async def _in_writer(self, call: Callable[..., Any], *args: Any) -> Any:
+        return await asyncio.get_running_loop().run_in_executor(self._writer_thread, call, *args)
+
+
+def _verdict(sample: Sample, outcome: Payload | Failure | None, tensors: Sequence[str], hidden_size: int
+) -> Capture | Rejection:
+    if outcome is None:
+        return Rejection("no_answer", "the engine returned nothing for this sample")
+    if isinstance(outcome, Failure):
+        return Rejection(outcome.reason, outcome.detail)
+    return check(sample, outcome, tensors, hidden_size)

@@ -1,0 +1,214 @@
+"""Everything before the first batch, in the order in which it can fail cheaply.
+
+arguments → model identity → the run's own spec → lock → plan → what is left → does it fit → engine → preflight
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from wellhead import __version__
+from wellhead.core import CaptureSpec, Dtype, FinalNorm, Provenance, raw_bytes, state_names
+from wellhead.dataset.overlay import MaskPolicy
+from wellhead.disk import room
+from wellhead.engines.base import Engine, EngineName
+from wellhead.engines.registry import create, identity
+from wellhead.errors import DoesNotFit, OtherSpec, Stopped, UsageError
+from wellhead.identity import ModelShape, model_shape, resolve_model
+from wellhead.layers import final_words, layer_words, parse_layers
+from wellhead.manifest import Manifest, require_same_spec
+from wellhead.paths import RunPaths
+from wellhead.plan import Plan, PlanOptions, make_plan
+from wellhead.predict import STORED_RATIO, predict
+from wellhead.run import layers_in_force
+from wellhead.store.head import Codec
+from wellhead.store.index import StoreIndex
+from wellhead.store.life import Life
+from wellhead.store.lock import RunLock
+from wellhead.store.writer import StoreOptions
+from wellhead.work import Work, pending_work
+
+if TYPE_CHECKING:
+    from wellhead.plan_build import PlanProgress
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What `extract` was asked for. Sizes in bytes."""
+
+    data: Path
+    model: str
+    run_dir: Path
+    layers: str | None = None
+    engine: EngineName = "transformers"
+    dtype: Dtype = "bfloat16"
+    final: FinalNorm = "post_norm"
+    mask: MaskPolicy = "all-assistant"
+    max_length: int | None = None
+    codec: Codec = "planes-zstd"
+    shard_bytes: int = 1 << 30
+    shard_seconds: float | None = None
+    reserve_bytes: int = 0
+    disk_wait_s: float = 600.0
+    max_failure_rate: float = 0.03
+    retry_quarantined: bool = False
+    mix_engines: bool = False
+    strict: bool = False
+    fault: str | None = None
+
+    def check(self) -> None:
+        """Raises UsageError for values that no type can refuse."""
+        if not 0 <= self.max_failure_rate <= 1:
+            raise UsageError(f"--max-failure-rate {self.max_failure_rate} is no share", "a number from 0 to 1")
+        if self.fault and self.engine != "stub":
+            raise UsageError("--fault is for the stub engine", "add --engine stub, or leave --fault out")
+
+    @property
+    def store_options(self) -> StoreOptions:
+        return StoreOptions(codec=self.codec, shard_bytes=self.shard_bytes, shard_seconds=self.shard_seconds)
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A run that is held, planned and compared with its store; no engine is loaded yet."""
+
+    request: Request
+    paths: RunPaths
+    life: Life
+    model_dir: Path
+    shape: ModelShape
+    spec: CaptureSpec
+    manifest: Manifest | None
+    """None until the first capture of the run is about to begin."""
+    plan: Plan
+    layers: tuple[int, ...]
+
+    @property
+    def tensors(self) -> tuple[str, ...]:
+        return state_names(self.layers)
+
+    @property
+    def bytes_per_token(self) -> int:
+        return raw_bytes(1, len(self.layers), self.shape.hidden_size)
+
+    @property
+    def ratio(self) -> float:
+        return STORED_RATIO[self.request.codec]
+
+    def work(self, index: StoreIndex) -> Work:
+        return pending_work(self.plan, index, self.tensors, self.request.retry_quarantined)
+
+
+@contextmanager
+def prepared(request: Request, say: Say, stop_asked: Callable[[], bool]) -> Iterator[Prepared]:
+    """Holds the run while the block runs. Raises UsageError, OtherSpec, RunHeld, RowRejected or Stopped."""
+    request.check()
+    model_dir = resolve_model(request.model)
+    shape = model_shape(model_dir)
+    spec = CaptureSpec(
+        model=identity(request.engine, model_dir),
+        blocks=shape.blocks,
+        hidden_size=shape.hidden_size,
+        compute_dtype=request.dtype,
+        final=request.final,
+    )
+    paths = RunPaths(request.run_dir)
+    manifest = _manifest_of(paths, spec)
+    asked = parse_layers(request.layers, shape.blocks) if request.layers or manifest is None else manifest.layers
+    life = Life.this_process()
+    lock = RunLock.acquire(paths.root, life)
+    try:
+        plan = _plan(request, paths, model_dir, say, stop_asked)
+        layers = layers_in_force((*asked, *(manifest.layers if manifest else ())), StoreIndex.load(paths.root))
+        for words in (*layer_words(layers, shape.blocks), final_words(shape.blocks, spec.final)):
+            say(words)
+        yield Prepared(request, paths, life, model_dir, shape, spec, manifest, plan, layers)
+    finally:
+        lock.release()
+
+
+def require_room(prepared: Prepared, work: Work) -> None:
+    """Raises DoesNotFit, before any model is loaded, if what is left to capture does not fit."""
+    request = prepared.request
+    prediction = predict(
+        prepared.plan, prepared.layers, prepared.shape.hidden_size, room(prepared.paths.root, request.reserve_bytes),
+        codec=request.codec, pending=work.lacking,
+    )  # fmt: skip
+    if not prediction.fits:
+        raise DoesNotFit(prediction.refusal, "free space, lower --reserve or --max-length, or plan fewer rows")
+
+
+def load_engine(prepared: Prepared, index: StoreIndex, say: Say) -> Engine:
+    """Loads the model, proves it (preflight), and that it may go on with this run. PreflightRefused, OtherSpec."""
+    request = prepared.request
+    say(f"loading {prepared.spec.model.name} ({request.engine}, {request.dtype})")
+    engine = create(
+        request.engine, prepared.model_dir, prepared.layers,
+        dtype=request.dtype, final=request.final, fault=request.fault,
+    )  # fmt: skip
+    info = engine.describe()
+    if not request.mix_engines:
+        _require_same_engine(info.provenance, index, prepared.paths.root)
+    longest = max((item.tokens for item in prepared.plan.items()), default=0)
+    if longest > info.max_tokens:
+        raise UsageError(
+            f"the longest row has {longest:,} tokens, the engine takes {info.max_tokens:,}",
+            f"cut rows with --max-length {info.max_tokens}",
+        )
+    asyncio.run(engine.preflight())
+    for name in prepared.tensors:
+        say(f"{name} is taken at {info.capture_points[name]}")
+    return engine
+
+
+def write_manifest(prepared: Prepared, engine: Engine) -> None:
+    """run.json, once in the life of a run: only when something is about to be captured with a proven engine."""
+    if prepared.manifest is None:
+        request = prepared.request
+        Manifest(
+            spec=prepared.spec,
+            layers=prepared.layers,
+            model_path=str(prepared.model_dir.resolve()),
+            engine=engine.describe().provenance.engine,
+            data=str(request.data.resolve()),
+            created=datetime.now(UTC).isoformat(timespec="seconds"),
+            version=__version__,
+        ).write(prepared.paths)
+
+
+def _manifest_of(paths: RunPaths, spec: CaptureSpec) -> Manifest | None:
+    if not paths.manifest.exists():
+        return None
+    manifest = Manifest.read(paths)
+    require_same_spec(manifest, spec, paths.root)
+    return manifest
+
+
+def _plan(request: Request, paths: RunPaths, model_dir: Path, say: Say, stop_asked: Callable[[], bool]) -> Plan:
+    def progress(now: PlanProgress) -> None:
+        if stop_asked():
+            raise Stopped(f"stopped while planning, after {now.rows:,} rows", "run the same command to begin again")
+
+    options = PlanOptions(mask=request.mask, max_length=request.max_length, strict=request.strict)
+    plan = make_plan(paths.root, request.data, model_dir, options, progress)
+    rejected = sum(plan.rejected.values())
+    say(f"plan {plan.number}: {plan.rows:,} rows, {rejected:,} rejected, {len(plan.items()):,} distinct samples")
+    return plan
+
+
+def _require_same_engine(now: Provenance, index: StoreIndex, root: Path) -> None:
+    others = index.engines() - {(now.engine, now.version)}
+    if others:
+        before = ", ".join(f"{engine} {version}" for engine, version in sorted(others))
+        raise OtherSpec(
+            f"{root} was captured with {before}; this is {now.engine} {now.version}",
+            "use the same engine and version, or --mix-engines if equal within bf16 noise is enough",
+        )

@@ -1,0 +1,142 @@
+"""A life of `extract`: its writer, its log, its pulse, and the figures that it publishes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+from wellhead.engines.base import Engine
+from wellhead.errors import CompleteWithRejects, WellheadError
+from wellhead.guard import DiskGuard
+from wellhead.heartbeat import Heartbeat, Snapshot
+from wellhead.log import EventLog, RunLog
+from wellhead.metrics import Progress
+from wellhead.plan import Plan
+from wellhead.prepare import Prepared, Say
+from wellhead.store.index import StoreIndex
+from wellhead.store.recovery import RecoveryReport, recover
+from wellhead.store.writer import StoreWriter
+
+Show = Callable[[Snapshot], None]
+
+
+class Session:
+    """What the loop works with. Made by `session`; `begin` and `finish` mark the loop's ends."""
+
+    def __init__(self, run: Prepared, index: StoreIndex, stack: ExitStack) -> None:
+        self.run = run
+        self.index = index
+        self.work = run.work(index)
+        self.guard = DiskGuard(run.paths.root, run.request.reserve_bytes, run.ratio)
+        self.progress = Progress(
+            rows=run.plan.rows,
+            rejected=run.plan.rejected,
+            kept_before=self.work.kept_rows,
+            quarantined_before=self.work.quarantined_rows,
+            tokens_before=self.work.kept_tokens,
+            raw_before=self.work.kept_tokens * run.bytes_per_token,
+            stored_before=index.stored_bytes,
+            work_tokens=self.work.pending_tokens,
+            bytes_per_token=run.bytes_per_token,
+        )
+        self.engine: Engine | None = None
+        self._stack = stack
+        self._heartbeat: Heartbeat | None = None
+
+    writer: StoreWriter
+    events: EventLog
+    log: RunLog
+
+    @property
+    def plan(self) -> Plan:
+        return self.run.plan
+
+    def open_life(self, writer: StoreWriter, show: Show) -> None:
+        """The life's own files, and its pulse, which beats until the session is over."""
+        files = self.run.paths.writer(self.run.life.id)
+        self.writer = writer
+        self.log = self._stack.enter_context(RunLog(files.log))
+        self.events = self._stack.enter_context(EventLog(files.events))
+        self.events.write("start", life=self.run.life.to_json(), request=str(self.run.request))
+        self._heartbeat = self._stack.enter_context(Heartbeat(files.status, self.events, self.snapshot, show))
+
+    def begin(self, engine: Engine) -> None:
+        """The engine is proven and capturing starts: rates count from here."""
+        self.engine = engine
+        info = engine.describe().to_json()
+        self.events.write("capturing", engine=info, pending_tokens=self.work.pending_tokens)
+        self.log.line(f"capturing {self.work.pending_tokens} tokens of {len(self.work.lacking)} states with {info}")
+        self.progress.begin_work()
+
+    def finish(self, error: WellheadError | None = None) -> dict[str, Any]:
+        """Sets the final state, publishes it and returns the object of `extract --json`."""
+        summary = self.snapshot()
+        state = error.code if error else "complete"
+        if state == "complete" and (sum(summary["rejected"].values()) or summary["quarantined"]):
+            state = CompleteWithRejects.code
+        self.progress.state, self.progress.doing = state, "ended"
+        if self._heartbeat is None:
+            return self.snapshot()
+        self.log.line(f"{state}: {error.message}" if error else state)
+        self.events.write("end", state=state)
+        return self._heartbeat.publish()
+
+    def snapshot(self) -> Snapshot:
+        """Every figure of status.json. Any thread."""
+        return {
+            **self.progress.snapshot(),
+            "rows": self.run.plan.rows,
+            "plan_tokens": self.work.kept_tokens + self.work.pending_tokens,
+            "bytes_per_token": self.run.bytes_per_token,
+            "free_bytes": self.guard.free(),
+            "engine": self.engine.describe().to_json() if self.engine else {},
+            "model": self.run.spec.model.name,
+            "writer": self.run.life.id,
+        }
+
+
+@contextmanager
+def session(run: Prepared, say: Say, show: Show) -> Iterator[Session]:
+    """Settles what dead lives left behind, then opens this life, unless there is nothing to do for one."""
+    with ExitStack() as stack:
+        index = StoreIndex.load(run.paths.root)
+        if not run.work(index).lacking and _is_settled(run, index):
+            yield Session(run, index, stack)
+            return
+        writer = StoreWriter(run.paths.root, run.life, run.spec.fingerprint, run.request.store_options)
+        stack.callback(writer.close)
+        report = recover(run.paths.root, writer)
+        opened = Session(run, StoreIndex.load(run.paths.root), stack)
+        opened.open_life(writer, show)
+        for words in _told(report):
+            say(words)
+            opened.log.line(words)
+        yield opened
+
+
+def _is_settled(run: Prepared, index: StoreIndex) -> bool:
+    """Whether the ledgers and the shards' folder agree, so that a life with nothing to do need not open a ledger."""
+    files = {path.name: path.stat().st_size for path in run.paths.states.iterdir()}
+    return (
+        not index.problems
+        and all(files.pop(shard.name, None) == shard.size for shard in index.shards)
+        and not files.keys() - index.removed.keys()
+    )
+
+
+def _told(report: RecoveryReport) -> list[str]:
+    """What recovery did, for people. That a ledger was closed is not worth a word."""
+    facts = {
+        "adopted: whole shards that a dead process could not record any more": report.adopted,
+        "removed: shards that a dead process left broken, unrecorded": report.discarded,
+        "lost: recorded shards that are not there or have another size; what they held is captured again":
+            report.tombstoned,
+        "left alone: files in states/ that are not this run's to judge": report.left,
+        "swept: temp files of dead processes": report.swept,
+    }  # fmt: skip
+    return [
+        f"{len(names)} {text} ({', '.join(names[:3])}{', …' * (len(names) > 3)})"
+        for text, names in facts.items()
+        if names
+    ]

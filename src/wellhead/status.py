@@ -1,0 +1,106 @@
+"""What a run is doing, or where it stands: read from the run folder, nothing is touched."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from wellhead.core import raw_bytes
+from wellhead.disk import free_bytes
+from wellhead.errors import StoreDamaged
+from wellhead.layers import final_words, layer_words
+from wellhead.paths import RunPaths
+from wellhead.run import Run
+from wellhead.store.lock import Holder
+
+_ENDED = ("stopped", "gave_up", "disk")
+
+
+def read_status(root: Path) -> dict[str, Any]:
+    """The object of `status --json`. Raises UsageError where there is no run, StoreDamaged where it cannot be read.
+
+    Of a living run the figures are the ones that it publishes every 2 s; of any other they are counted from the plan
+    and the ledgers."""
+    paths = RunPaths(root)
+    holder = living_holder(paths)
+    if holder is not None:
+        live = _published(paths, holder.life.id)
+        if live is not None:
+            return {**live, "holder": _describe(holder)}
+        if not paths.manifest.exists():
+            return {"state": "running", "doing": "planning", "holder": _describe(holder)}
+    with Run(root) as run:
+        return {**_counted(run, paths), "holder": _describe(holder) if holder else None}
+
+
+def living_holder(paths: RunPaths) -> Holder | None:
+    """Who holds the run, unless proven dead or released."""
+    holder = Holder.read(paths.lock)
+    return None if holder is None or holder.is_gone(paths.root, paths.lock, time.time()) else holder
+
+
+def _counted(run: Run, paths: RunPaths) -> dict[str, Any]:
+    work, index, spec = run.work, run.index, run.spec
+    rejected = dict(run.plan.rejected)
+    last = _last_published(paths)
+    state = last.get("state") if last.get("state") in _ENDED else "stopped"
+    if not work.lacking:
+        state = "complete_with_rejects" if rejected or work.quarantined else "complete"
+    return {
+        "state": state,
+        "rows": run.plan.rows,
+        "kept": work.kept_rows,
+        "captured": 0,
+        "rejected": rejected,
+        "quarantined": work.quarantined_rows,
+        "quarantine": quarantine_reasons(run),
+        "pending": work.pending_rows,
+        "tokens": work.kept_tokens,
+        "plan_tokens": work.kept_tokens + work.pending_tokens,
+        "uncommitted_tokens": 0,
+        "raw_bytes": raw_bytes(work.kept_tokens, len(run.layers), spec.hidden_size),
+        "stored_bytes": index.stored_bytes,
+        "bytes_per_token": raw_bytes(1, len(run.layers), spec.hidden_size),
+        "tokens_per_s": None,
+        "rates": last.get("rates", []),
+        "eta_s": None,
+        "oldest_in_flight": None,
+        "free_bytes": free_bytes(paths.root),
+        "engine": last.get("engine") or {"engine": run.manifest.engine},
+        "model": spec.model.name,
+        "layers": [*layer_words(run.layers, spec.blocks), final_words(spec.blocks, spec.final)],
+        "ledger_problems": len(index.problems),
+    }
+
+
+def quarantine_reasons(run: Run) -> dict[str, int]:
+    """Rows in quarantine by reason."""
+    reasons: dict[str, int] = {}
+    for id in run.work.quarantined:
+        reason = run.index.quarantined[id].reason
+        reasons[reason] = reasons.get(reason, 0) + run.work.rows_of[id]
+    return reasons
+
+
+def _published(paths: RunPaths, life_id: str) -> dict[str, Any] | None:
+    try:
+        value = orjson.loads(paths.writer(life_id).status.read_bytes())
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        raise StoreDamaged(f"{paths.writer(life_id).status} cannot be read: {error}", "look again in 2 s") from error
+    return value if isinstance(value, dict) else None
+
+
+def _last_published(paths: RunPaths) -> dict[str, Any]:
+    """The last status of the last life that published one; ids sort by time."""
+    files = sorted(paths.writers.glob("*/status.json"))
+    return (_published(paths, files[-1].parent.name) or {}) if files else {}
+
+
+def _describe(holder: Holder) -> dict[str, Any]:
+    life = holder.life
+    return {"pid": life.pid, "host": life.host, "started": life.started, "writer": life.id, "command": holder.command}

@@ -1,0 +1,63 @@
+"""What is left to capture: the plan's distinct states against what the ledgers hold."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from wellhead.batching import batches
+from wellhead.core import PlanItem
+from wellhead.engines.base import EngineInfo
+from wellhead.plan import Plan
+from wellhead.store.index import StoreIndex
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """`lacking` maps each pending state to the tensors it lacks; states that were quarantined are not in it."""
+
+    items: Sequence[PlanItem]
+    rows_of: Counter[str]
+    """Plan rows a state stands for."""
+    lacking: dict[str, tuple[str, ...]]
+    quarantined: frozenset[str]
+
+    @property
+    def kept_rows(self) -> int:
+        return sum(self.rows_of.values()) - self.pending_rows - self.quarantined_rows
+
+    @property
+    def pending_rows(self) -> int:
+        return sum(self.rows_of[id] for id in self.lacking)
+
+    @property
+    def quarantined_rows(self) -> int:
+        return sum(self.rows_of[id] for id in self.quarantined)
+
+    @property
+    def kept_tokens(self) -> int:
+        return sum(i.tokens for i in self.items if i.id not in self.lacking and i.id not in self.quarantined)
+
+    @property
+    def pending_tokens(self) -> int:
+        return sum(item.tokens for item in self.items if item.id in self.lacking)
+
+    def units(self, engine: EngineInfo) -> list[tuple[PlanItem, ...]]:
+        """The batches in which something is pending, whole. Composition depends on the plan alone, never on what is
+        done, so that a resumed run computes each state in the same company as an undisturbed one."""
+        all_batches = batches(self.items, engine.batch_tokens, engine.batch_samples)
+        return [batch for batch in all_batches if any(item.id in self.lacking for item in batch)]
+
+
+def pending_work(plan: Plan, index: StoreIndex, tensors: Sequence[str], retry_quarantined: bool = False) -> Work:
+    """Compares the plan with the store. `tensors` are the state tensors that every kept row must have."""
+    items = plan.items()
+    lacking = index.missing([item.id for item in items], tensors)
+    quarantined = frozenset() if retry_quarantined else frozenset(id for id in lacking if id in index.quarantined)
+    return Work(
+        items,
+        Counter(plan.ids()),
+        {id: names for id, names in lacking.items() if id not in quarantined},
+        quarantined,
+    )

@@ -1,0 +1,295 @@
+"""`wellhead extract` as a user runs it, with the stub engine: resume, refusals, signals, faults, exit codes."""
+
+from __future__ import annotations
+
+import json
+import random
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import wellhead
+from wellhead.testing.models import make_tiny_model
+
+WORDS = "valve gauge flow pump well head stem bore drill mud casing packer choke spool flange seal".split()
+
+
+def row(text: str, answer: str = "yes it is the well head") -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": text}, {"role": "assistant", "content": answer}]}
+
+
+def rows(count: int, seed: int = 3) -> list[dict[str, Any]]:
+    rng = random.Random(seed)
+    return [
+        row(f"{n} {' '.join(rng.choices(WORDS, k=rng.randrange(2, 30)))}", " ".join(rng.choices(WORDS, k=8)))
+        for n in range(count)
+    ]
+
+
+class Job:
+    """A data file, a tiny model and a run folder, and the command over them."""
+
+    def __init__(self, cli: Any, folder: Path) -> None:
+        self.cli = cli
+        self.model = make_tiny_model(folder / "model")
+        self.data = folder / "data.jsonl"
+        self.run = folder / "run"
+
+    def write(self, content: list[Any]) -> None:
+        lines = [item if isinstance(item, str) else json.dumps(item) for item in content]
+        self.data.write_text("".join(line + "\n" for line in lines))
+
+    def arguments(self, *more: object) -> list[object]:
+        layers = [] if "--layers" in more else ["--layers", "1,3"]
+        return ["extract", self.data, "--model", self.model, "--out", self.run, "--engine", "stub", *layers, *more]
+
+    def __call__(self, *more: object, code: int = 0, **env: str) -> dict[str, Any]:
+        done = self.cli("--json", *self.arguments(*more), **env)
+        assert done.code == code, done.stderr
+        result: dict[str, Any] = done.json
+        if "kept" in result:
+            account = sum(result["rejected"].values()) + result["kept"] + result["quarantined"] + result["pending"]
+            assert account == result["rows"]
+            assert list(self.run.rglob(".wh-*")) == []
+        return result
+
+    def lives(self) -> list[Path]:
+        return sorted((self.run / "writers").iterdir())
+
+
+@pytest.fixture
+def job(cli: Any, tmp_path: Path) -> Job:
+    return Job(cli, tmp_path)
+
+
+def test_a_run_from_nothing_to_complete(job: Job) -> None:
+    job.write(rows(20))
+    result = job()
+    assert (result["state"], result["kept"], result["captured"], result["pending"]) == ("complete", 20, 20, 0)
+    with wellhead.open(job.run) as run:
+        assert len(run) == 20
+        tokens = sum(len(record.input_ids) for record in run)
+        assert run.layers == (1, 3)
+    assert result["tokens"] == tokens
+    assert result["raw_bytes"] == tokens * 3 * 64 * 2
+    assert result["stored_bytes"] == sum(path.stat().st_size for path in (job.run / "states").iterdir())
+
+
+def test_done_means_nothing_is_loaded(job: Job) -> None:
+    job.write(rows(5))
+    job()
+    lives = job.lives()
+    weights = job.model / "tokenizer.json"
+    result = job()
+    assert (result["state"], result["captured"], result["kept"]) == ("complete", 0, 5)
+    assert job.lives() == lives  # not even a ledger is opened
+    assert weights.exists()
+
+
+def test_resume_by_content(job: Job) -> None:
+    content = rows(12)
+    job.write(content)
+    assert job()["captured"] == 12
+    job.write(list(reversed(content)))
+    assert job()["captured"] == 0
+    edited = [*content[:4], row("edited in place"), *content[5:]]
+    job.write(edited)
+    assert job()["captured"] == 1
+    job.write([row("inserted on top"), *edited])
+    assert job()["captured"] == 1
+    job.write([row("inserted on top"), *edited, *rows(3, seed=9)])
+    assert job()["captured"] == 3
+    result = job("--mask", "last-assistant")
+    assert (result["captured"], result["kept"]) == (0, 16)
+    result = job("--layers", "2")
+    assert (result["captured"], result["kept"]) == (16, 16)
+    with wellhead.open(job.run) as run:
+        assert run.layers == (1, 2, 3)
+        names = {name for shard in run.index.shards[-1:] for name in shard.tensors}
+    assert names == {"r2", "input_ids"}  # only the new tensor was stored
+
+
+def test_duplicates_share_one_state(job: Job) -> None:
+    content = rows(3)
+    job.write([*content, *content])
+    result = job()
+    assert (result["kept"], result["captured"], result["rows"]) == (6, 3, 6)
+    with wellhead.open(job.run) as run:
+        assert run.ids() == run.ids()[:3] * 2
+
+
+def test_another_spec_is_refused_with_the_fields(job: Job) -> None:
+    job.write(rows(3))
+    job()
+    error = job("--dtype", "float32", code=5)["error"]
+    assert error["code"] == "other_spec"
+    assert "compute_dtype" in error["message"]
+    assert "bfloat16" in error["message"]
+    assert "float32" in error["message"]
+
+
+def test_rejected_rows_are_counted_and_strict_refuses(job: Job) -> None:
+    job.write([*rows(3), "{not json", {"messages": []}, {"messages": [{"role": "user", "content": "alone"}]}])
+    assert job("--strict", code=8)["error"]["code"] == "rejected"
+    assert not (job.run / "run.json").exists()
+    result = job(code=10)
+    assert (result["state"], result["kept"], sum(result["rejected"].values())) == ("complete_with_rejects", 3, 3)
+    assert job(code=10)["captured"] == 0
+
+
+def test_a_bad_sample_is_quarantined_and_stays_so(job: Job) -> None:
+    job.write(rows(30))
+    result = job("--fault", "nan:sample=4", code=10)
+    assert (result["kept"], result["quarantined"], result["state"]) == (29, 1, "complete_with_rejects")
+    again = job(code=10)
+    assert (again["captured"], again["quarantined"]) == (0, 1)
+    status = job.cli("status", job.run, "--json").json
+    assert status["quarantine"] == {"not_finite": 1}
+    healed = job("--retry-quarantined")
+    assert (healed["captured"], healed["quarantined"], healed["kept"]) == (1, 0, 30)
+
+
+@pytest.mark.parametrize(
+    "fault", ["zeros", "zero_tail", "constant", "nan", "inf", "missing", "short:rows=1", "wide", "other_ids", "equal"]
+)
+def test_every_visible_fault_is_caught_before_the_store(job: Job, fault: str) -> None:
+    job.write(rows(12))
+    result = job("--fault", f"{fault}{',' if ':' in fault else ':'}sample=2", code=10)
+    assert (result["kept"], result["quarantined"]) == (11, 1)
+    verified = job.cli("verify", job.run, "--deep", "--json")
+    assert verified.code == 0, verified.stderr
+
+
+@pytest.mark.parametrize("fault", ["zeros", "shift", "pre_norm", "other_states", "missing", "other_ids"])
+def test_a_fault_that_is_always_there_is_refused_before_the_run(job: Job, fault: str) -> None:
+    job.write(rows(3))
+    assert job("--fault", fault, code=4)["error"]["code"] == "preflight"
+    assert not (job.run / "run.json").exists()
+
+
+def test_too_many_failures_end_the_run_and_it_can_go_on(job: Job) -> None:
+    job.write(rows(60))
+    result = job("--fault", "nan:every=2", code=12)
+    assert result["state"] == "gave_up"
+    assert result["error"]["code"] == "gave_up"
+    assert result["kept"] > 0
+    assert result["pending"] > 0
+    healed = job("--retry-quarantined")
+    assert (healed["state"], healed["kept"]) == ("complete", 60)
+    assert healed["captured"] == 60 - result["kept"]
+
+
+def test_out_of_memory_in_a_batch_is_tried_sample_by_sample(job: Job) -> None:
+    job.write(rows(20))
+    assert job("--fault", "oom:every=3")["kept"] == 20
+
+
+def wait_for(condition: Any, seconds: float = 30) -> Any:
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        found = condition()
+        if found:
+            return found
+        time.sleep(0.05)
+    raise AssertionError("it did not happen in time")
+
+
+def committed(run: Path) -> bool:
+    return any(
+        b'"kind":"commit"' in path.read_bytes() for path in run.glob("writers/*/ledger.jsonl") if path.stat().st_size
+    )
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_the_first_signal_drains_and_commits(job: Job, number: signal.Signals) -> None:
+    job.write(rows(60))
+    process = job.cli.start("--json", *job.arguments("--fault", "slow:seconds=0.1", "--shard-seconds", "0"))
+    wait_for(lambda: committed(job.run))
+    process.send_signal(number)
+    stdout, stderr = process.communicate(timeout=30)
+    result = json.loads(stdout)
+    assert process.returncode == 11, stderr
+    assert (result["state"], result["uncommitted_tokens"], result["error"]["code"]) == ("stopped", 0, "stopped")
+    assert 0 < result["kept"] < 60
+    status = job.cli("status", job.run, "--json").json
+    assert (status["state"], status["kept"], status["holder"]) == ("stopped", result["kept"], None)
+    done = job()
+    assert (done["kept"], done["captured"]) == (60, 60 - result["kept"])
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_the_second_signal_ends_at_once_and_loses_nothing_committed(job: Job, number: signal.Signals, code: int) -> None:
+    job.write(rows(60))
+    process = job.cli.start(*job.arguments("--fault", "slow:seconds=0.3", "--shard-seconds", "0"))
+    wait_for(lambda: committed(job.run))
+    process.send_signal(number)
+    time.sleep(0.3)
+    process.send_signal(number)
+    process.communicate(timeout=10)
+    assert process.returncode == code
+    before = len(wellhead.open(job.run))
+    assert before > 0
+    assert job()["captured"] == 60 - before
+
+
+def test_a_held_run_is_refused_by_name_and_free_after_a_kill(job: Job) -> None:
+    job.write(rows(40))
+    process = job.cli.start(*job.arguments("--fault", "slow:seconds=0.2"))
+    status = wait_for(lambda: (s := job.cli("status", job.run, "--json")).code == 0 and s.json)
+    assert (status["state"], status["holder"]["pid"]) == ("running", process.pid)
+    error = job(code=7)["error"]
+    assert str(process.pid) in error["message"]
+    process.kill()
+    process.communicate()
+    assert job()["kept"] == 40
+
+
+def test_it_does_not_fit_is_said_before_anything_is_loaded(job: Job) -> None:
+    job.write(rows(5))
+    error = job("--reserve", "900TB", code=3)["error"]
+    assert error["code"] == "does_not_fit"
+    assert not (job.run / "run.json").exists()
+
+
+def test_a_full_disk_loses_nothing_committed(job: Job, tmpfs: Any) -> None:
+    small = tmpfs("24m")
+    job.run = small / "run"
+    job.write(rows(400))
+    ballast = small / "ballast"
+    process = job.cli.start(
+        "--json", *job.arguments("--fault", "slow:seconds=0.01", "--shard-seconds", "0", "--disk-wait", "0")
+    )
+    wait_for(lambda: committed(job.run))
+    with ballast.open("wb") as file, pytest.raises(OSError, match="No space"):  # noqa: PT012
+        while True:
+            file.write(bytes(1 << 20))
+            file.flush()
+    stdout, stderr = process.communicate(timeout=60)
+    assert process.returncode == 13, stderr
+    result = json.loads(stdout)
+    assert result["error"]["code"] == "disk"
+    before = {record.id: record.hidden_states.tobytes() for record in wellhead.open(job.run)}
+    assert 0 < len(before) < 400
+    ballast.unlink()
+    assert job()["kept"] == 400
+    after = {record.id: record.hidden_states.tobytes() for record in wellhead.open(job.run)}
+    assert all(after[id] == states for id, states in before.items())
+
+
+@pytest.mark.parametrize("damage", ["cut", "removed"])
+def test_a_shard_that_is_damaged_later_is_captured_again(job: Job, damage: str) -> None:
+    job.write(rows(10))
+    job()
+    before = {record.id: record.hidden_states.tobytes() for record in wellhead.open(job.run)}
+    (shard,) = (job.run / "states").iterdir()
+    if damage == "cut":
+        shard.write_bytes(shard.read_bytes()[:-1])
+    else:
+        shard.unlink()
+    assert job.cli("verify", job.run).code == 6
+    assert job()["captured"] == 10
+    after = {record.id: record.hidden_states.tobytes() for record in wellhead.open(job.run)}
+    assert after == before
