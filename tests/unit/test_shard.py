@@ -178,6 +178,18 @@ def test_the_estimate_holds_64_mib_and_no_more_than_needed(kind: Codec, tokens: 
 
 
 @pytest.mark.parametrize("kind", CODECS)
+@pytest.mark.parametrize("shard_bytes", [1, 5000, 1 << 20, 1 << 30])
+@pytest.mark.parametrize("tokens", [1, 99, 4000])
+def test_the_first_sample_always_fits_its_estimate(tmp_path: Path, kind: Codec, shard_bytes: int, tokens: int) -> None:
+    first = capture(0, tokens, ("r2", "final"))
+    file, shard = writer(tmp_path / NAME, kind, estimate_head_room(first, kind, METADATA, shard_bytes))
+    assert shard.fits(first)
+    shard.add(first)
+    assert shard.fits(capture(1, tokens, ("r2", "final")))
+    file.close()
+
+
+@pytest.mark.parametrize("kind", CODECS)
 def test_fits_until_the_head_is_full_and_never_lies(tmp_path: Path, kind: Codec) -> None:
     file, shard = writer(tmp_path / NAME, kind, head_room=3000)
     added: list[Capture] = []

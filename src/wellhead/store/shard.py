@@ -255,7 +255,7 @@ def estimate_head_room(first: Capture, codec: Codec, metadata: Mapping[str, str]
     Enough for 64 MiB of samples like the first, and for more where that costs at most 0.4 % of 64 MiB: a shard of
     that size or above then wastes at most `MAX_WASTE`. Smaller ones are compacted when they are sealed.
     """
-    last_offset = 10 * shard_bytes
+    last_offset = 10 * max(shard_bytes, first.raw_bytes)  # as many digits as any will have
     text = count = 0
     for tensor in first.states:
         entry = Entry(f"{first.id}.{tensor}", "BF16", first.states[tensor].shape, last_offset, last_offset, 0)
