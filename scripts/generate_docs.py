@@ -29,7 +29,7 @@ The words `wellhead VERB …` are all there is. Options of every verb, before or
 | `--quiet`, `-q` | only the result and errors |
 | `--config`, `-c FILE.yaml` | settings from a file; several files may be given, the last one wins |
 | `section.field=value` | one setting |
-| `--version`, `--help` | |
+| `--version`, `--help`, `-h` | |
 
 **Settings.** A section is a verb, a field is one of its options under any of its spellings, without the dashes in
 front: `extract.shard_seconds=2` is `wellhead extract --shard-seconds 2`. In a file, the same is

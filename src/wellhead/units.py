@@ -1,4 +1,4 @@
-"""Sizes, durations and rates, read from and written for people. Decimal: 1 TB = 10^12 bytes."""
+"""Sizes and durations, read from and written for people. Decimal: 1 TB = 10^12 bytes."""
 
 from __future__ import annotations
 
@@ -51,10 +51,3 @@ def format_duration(seconds: float) -> str:
         if whole < end:
             return " ".join(f"{n} {unit}" for n, unit in ((whole, large), (rest, small)) if n)
     raise AssertionError("the last row has no end")
-
-
-def format_rate(per_second: float, unit: str = "tok") -> str:
-    """ "883 tok/s", "12.4 tok/s"; for bytes use `format_bytes` and "/s"."""
-    if not math.isfinite(per_second):
-        return f"unknown {unit}/s"
-    return f"{per_second:,.0f} {unit}/s" if per_second >= 100 else f"{per_second:.1f} {unit}/s"

@@ -259,7 +259,7 @@ def test_the_word_after_a_config_option_is_its_value(call: Call, tmp_path: Path)
     assert "absent.yaml" in error["message"]
 
 
-@pytest.mark.parametrize("argv", [[], ["--help"]])
+@pytest.mark.parametrize("argv", [[], ["--help"], ["-h"]])
 def test_help_lists_the_verbs(call: Call, argv: list[str]) -> None:
     code, out, err = call(*argv)
     assert (code, err) == (0, "")

@@ -1,11 +1,11 @@
-"""Sizes, durations and rates, against values worked out by hand."""
+"""Sizes and durations, against values worked out by hand."""
 
 from __future__ import annotations
 
 import pytest
 
 from wellhead.errors import UsageError
-from wellhead.units import format_bytes, format_duration, format_rate, parse_size
+from wellhead.units import format_bytes, format_duration, parse_size
 
 
 @pytest.mark.parametrize(
@@ -79,10 +79,3 @@ def test_bytes_have_four_digits_and_decimal_units(count: int, text: str) -> None
 )
 def test_durations_have_two_units(seconds: float, text: str) -> None:
     assert format_duration(seconds) == text
-
-
-def test_rates() -> None:
-    assert format_rate(883.4) == "883 tok/s"
-    assert format_rate(12.44) == "12.4 tok/s"
-    assert format_rate(12_345) == "12,345 tok/s"
-    assert format_rate(float("nan"), "MB") == "unknown MB/s"

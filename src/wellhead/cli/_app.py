@@ -34,7 +34,8 @@ def shipped() -> Verbs:
 
 def build(verbs: Verbs) -> Any:
     """A click group with these verbs' commands (typed Any: typer's click is private or public by version)."""
-    app = typer.Typer(name="wellhead", add_completion=False, rich_markup_mode=None)
+    settings = {"help_option_names": ["-h", "--help"]}
+    app = typer.Typer(name="wellhead", add_completion=False, rich_markup_mode=None, context_settings=settings)
     app.callback(epilog="A setting is written section.field=value: `wellhead extract … extract.strict=true`.")(
         _wellhead
     )

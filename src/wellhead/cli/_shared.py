@@ -47,10 +47,6 @@ class Output:
         if not self.quiet:
             self.stderr.print(text, soft_wrap=True)
 
-    def warn(self, text: str) -> None:
-        """What people must see even with `--quiet`, though it is no error."""
-        self.stderr.print(f"warning: {text}", style="yellow", soft_wrap=True)
-
     def result(self, value: Mapping[str, Any], human: RenderableType) -> None:
         """The outcome: `value` for machines, `human` (text or anything that rich renders) for people. Once a call."""
         if self._result is not None:
