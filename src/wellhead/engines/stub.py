@@ -14,7 +14,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from statistics import NormalDist
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
@@ -74,10 +74,10 @@ class StubEngine:
         seed: int = 0,
         batch_delay_s: float = 0.0,
         faults: FaultScript = FaultScript(),  # noqa: B008 - frozen
-        info: Mapping[str, int] | None = None,
+        info: Mapping[str, Any] | None = None,
     ) -> None:
-        """`info` overrides `max_tokens`, `batch_tokens` and `batch_samples`. PreflightRefused for a layer beyond the
-        model."""
+        """`info` overrides fields of `EngineInfo`: `max_tokens`, `batch_tokens`, `batch_samples`, `final`.
+        PreflightRefused for a layer beyond the model."""
         beyond = [k for k in layers if not 0 <= k <= blocks]
         if beyond:
             raise PreflightRefused(f"the stub has {blocks} blocks: no r_{beyond[0]}", f"layers go from 0 to {blocks}")
@@ -97,7 +97,8 @@ class StubEngine:
             batch_samples=16,
             capture_points={name: f"stub_state({name})" for name in self._tensors},
         )
-        self._info = replace(base, **(info or {}))  # type: ignore[arg-type]
+        self._info: EngineInfo = replace(base, **(info or {}))
+        self._final: int | Literal["final"] = "final" if self._info.final == "post_norm" else blocks
 
     def describe(self) -> EngineInfo:
         return self._info
@@ -105,7 +106,10 @@ class StubEngine:
     async def preflight(self) -> None:
         """Runs the shared proof, with the faults that hit every sample, and compares with `stub_state`."""
         always = FaultScript(tuple(f for f in self._faults.faults if f.always and f.kind not in BEHAVIOURS))
-        probe = StubEngine(self._info.blocks, self._info.hidden_size, (), seed=self._seed, faults=always)
+        probe = StubEngine(
+            self._info.blocks, self._info.hidden_size, (), seed=self._seed, faults=always,
+            info={"final": self._info.final},
+        )  # fmt: skip
         for capture in await prove_capture(probe, self._tensors, vocab_size=1000):
             for name, bits in capture.states.items():
                 if not np.array_equal(bits, self._state(capture.input_ids, name)):
@@ -176,7 +180,7 @@ class StubEngine:
         return name
 
     def _state(self, ids: NDArray[np.int32], name: str) -> Bits:
-        k: int | Literal["final"] = "final" if name == FINAL else layer_number(name)
+        k: int | Literal["final"] = self._final if name == FINAL else layer_number(name)
         if k != "final" and k > self._info.blocks:
             raise UsageError(f"the stub has {self._info.blocks} blocks: no {name}", "ask for a layer that it has")
         return stub_state(ids, k, self._info.hidden_size, self._info.blocks, self._seed)
