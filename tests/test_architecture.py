@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import graphlib
 import os
 import subprocess
@@ -188,10 +189,14 @@ KEEPS = [
 ]
 
 
-def sources() -> Iterator[tuple[str, ast.Module]]:
-    for package in PACKAGES:
-        for file in sorted(package.rglob("*.py")):
-            yield file.relative_to(package).as_posix(), ast.parse(file.read_text(encoding="utf-8"))
+@functools.cache
+def sources() -> list[tuple[str, ast.Module]]:
+    """(path inside its package, its code) of every file that ships."""
+    return [
+        (file.relative_to(package).as_posix(), ast.parse(file.read_text(encoding="utf-8")))
+        for package in PACKAGES
+        for file in sorted(package.rglob("*.py"))
+    ]
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)

@@ -288,7 +288,7 @@ def test_a_reader_that_goes_away_is_no_news(env: dict[str, str]) -> None:
         "from wellhead.cli._shared import output\n"
         "import typer\n"
         "def pour(context: typer.Context) -> None:\n"
-        "    output(context).result({}, 'drop\\n' * 100_000)\n"
+        "    output(context).result({}, 'drop\\n' * 20_000)\n"
         "sys.exit(run(['pour'], {'pour': lambda: pour}))\n"
     )
     pouring = subprocess.Popen([sys.executable, "-c", script], env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
@@ -308,7 +308,7 @@ def test_nobody_reading_the_remarks_does_not_end_the_work(env: dict[str, str]) -
         "from wellhead.cli._shared import output\n"
         "import typer\n"
         "def mutter(context: typer.Context) -> None:\n"
-        "    for _ in range(3): output(context).say('drop\\n' * 100_000)\n"
+        "    for _ in range(3): output(context).say('drop\\n' * 20_000)\n"
         "    output(context).result({}, 'done')\n"
         "sys.exit(run(['mutter'], {'mutter': lambda: mutter}))\n"
     )
