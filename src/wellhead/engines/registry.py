@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import get_args
 
 from wellhead.core import Dtype, FinalNorm, ModelIdentity
-from wellhead.engines.base import Engine
+from wellhead.engines.base import Engine, EngineName
 from wellhead.errors import PreflightRefused, UsageError
 from wellhead.identity import model_identity, model_shape
 
-NAMES = ("transformers", "stub")
+NAMES = get_args(EngineName)
 
 
 def create(

@@ -21,7 +21,7 @@ from numpy.lib.stride_tricks import sliding_window_view
 
 from wellhead.core import FINAL, Provenance, Sample, layer_name, layer_number
 from wellhead.engines.base import EngineInfo, Failure, Payload
-from wellhead.errors import PreflightRefused, UsageError
+from wellhead.errors import PreflightRefused
 from wellhead.preflight import prove_capture
 from wellhead.testing.faults import BEHAVIOURS, DAMAGES, Fault, FaultScript, damage
 
@@ -122,7 +122,7 @@ class StubEngine:
             await asyncio.sleep(self._delay_s)
         for sample in samples:
             faults = self._firing(sample.id)
-            failure = await self._behave(faults, sample.id, alone=len(samples) == 1)
+            failure = self._refused(sample) or await self._behave(faults, sample.id, alone=len(samples) == 1)
             yield failure or self._payload(sample, tensors, faults)
             await asyncio.sleep(0)
 
@@ -143,6 +143,12 @@ class StubEngine:
                 self._fired[at] += 1
                 firing.append(fault)
         return firing
+
+    def _refused(self, sample: Sample) -> Failure | None:
+        if 0 < sample.tokens <= self._info.max_tokens:
+            return None
+        detail = f"{sample.tokens} tokens; the stub takes 1 to {self._info.max_tokens}"
+        return Failure(sample.id, "bad_length", detail, retryable=False)
 
     async def _behave(self, faults: Sequence[Fault], sample_id: str, alone: bool) -> Failure | None:
         for fault in faults:
@@ -182,7 +188,7 @@ class StubEngine:
     def _state(self, ids: NDArray[np.int32], name: str) -> Bits:
         k: int | Literal["final"] = self._final if name == FINAL else layer_number(name)
         if k != "final" and k > self._info.blocks:
-            raise UsageError(f"the stub has {self._info.blocks} blocks: no {name}", "ask for a layer that it has")
+            raise PreflightRefused(f"{name} does not exist: the stub has {self._info.blocks} blocks", "ask for less")
         return stub_state(ids, k, self._info.hidden_size, self._info.blocks, self._seed)
 
 
