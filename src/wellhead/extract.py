@@ -224,7 +224,8 @@ class _Extraction:
         return await asyncio.get_running_loop().run_in_executor(self._writer_thread, call, *args)
 
 
-def _verdict(sample: Sample, outcome: Payload | Failure | None, tensors: Sequence[str], hidden_size: int
+def _verdict(
+    sample: Sample, outcome: Payload | Failure | None, tensors: Sequence[str], hidden_size: int
 ) -> Capture | Rejection:
     if outcome is None:
         return Rejection("no_answer", "the engine returned nothing for this sample")

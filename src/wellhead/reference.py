@@ -61,6 +61,10 @@ class Reference:
             for at, length in enumerate(lengths)
         ]
 
+    def normed(self, bits: Bits) -> Bits:
+        """What the model's final norm makes of a state [T, H]."""
+        return _normed(self._decoder, bits)
+
     def _place(self, name: str, final: FinalNorm) -> int:
         if name == FINAL:
             return self.blocks if final == "post_norm" else self.blocks + 1

@@ -14,7 +14,7 @@ import pytest
 import wellhead
 from wellhead.testing.models import make_tiny_model
 
-WORDS = "valve gauge flow pump well head stem bore drill mud casing packer choke spool flange seal".split()
+WORDS = ("valve", "gauge", "flow", "pump", "well", "head", "stem", "bore", "drill", "mud", "casing", "packer", "choke")
 
 
 def row(text: str, answer: str = "yes it is the well head") -> dict[str, Any]:
@@ -221,7 +221,9 @@ def test_the_first_signal_drains_and_commits(job: Job, number: signal.Signals) -
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_the_second_signal_ends_at_once_and_loses_nothing_committed(job: Job, number: signal.Signals, code: int) -> None:
+def test_the_second_signal_ends_at_once_and_loses_nothing_committed(
+    job: Job, number: signal.Signals, code: int
+) -> None:
     job.write(rows(60))
     process = job.cli.start(*job.arguments("--fault", "slow:seconds=0.3", "--shard-seconds", "0"))
     wait_for(lambda: committed(job.run))

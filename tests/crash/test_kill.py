@@ -18,7 +18,7 @@ import wellhead
 from wellhead.store.index import StoreIndex
 from wellhead.testing.models import make_tiny_model
 
-WORDS = "valve gauge flow pump well head stem bore drill mud casing packer choke spool flange seal".split()
+WORDS = ("valve", "gauge", "flow", "pump", "well", "head", "stem", "bore", "drill", "mud", "casing", "packer", "choke")
 
 
 def write_rows(path: Path, rows: int, seed: int = 7) -> Path:
@@ -74,9 +74,7 @@ def kill_until_done(
         return kills, process.returncode
 
 
-def run_killed(  # noqa: PLR0913
-    cli, tmp_path: Path, arguments: list[object], kills_wanted: int, longest_s: float | None = None
-) -> None:
+def run_killed(cli, tmp_path: Path, arguments: list[object], kills_wanted: int, longest_s: float | None = None) -> None:
     """Kills runs of `arguments` until `kills_wanted` kills have happened; each run must equal an undisturbed one."""
     began = time.monotonic()
     calm = cli(*arguments, "--out", tmp_path / "calm", timeout_s=600)
@@ -88,7 +86,9 @@ def run_killed(  # noqa: PLR0913
     while kills < kills_wanted:
         run = tmp_path / f"killed-{number}"
         number += 1
-        done, _ = kill_until_done(lambda run=run: cli.start(*arguments, "--out", run), longest_s, rng, kills_wanted - kills)
+        done, _ = kill_until_done(
+            lambda run=run: cli.start(*arguments, "--out", run), longest_s, rng, kills_wanted - kills
+        )
         kills += done
         require_exact(run)
         found = contents(run)
