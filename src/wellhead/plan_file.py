@@ -127,9 +127,14 @@ class PlanWriter:
         self._temp = temp_path(path)
         self._file = disk.create(self._temp)
         metadata = {METADATA_KEY: json.dumps(head.to_json(), ensure_ascii=False).encode()}
-        self._parquet = pq.ParquetWriter(
-            _Sink(self._file), SCHEMA.with_metadata(metadata), compression="zstd", write_statistics=False
-        )
+        try:
+            # Writes the first bytes at once.
+            self._parquet = pq.ParquetWriter(
+                _Sink(self._file), SCHEMA.with_metadata(metadata), compression="zstd", write_statistics=False
+            )
+        except OSError:
+            self._remove()
+            raise
         self._rows: list[KeptRow | RejectedRow] = []
         self._tokens = 0
 
@@ -153,6 +158,9 @@ class PlanWriter:
         """Removes the temp file; after an error, and safe whatever state the writer is in."""
         with suppress(OSError, pa.ArrowException):
             self._parquet.close()
+        self._remove()
+
+    def _remove(self) -> None:
         self._file.close()
         with suppress(OSError):
             self._disk.remove(self._temp)
@@ -166,7 +174,7 @@ class PlanWriter:
 def read_head(file: pq.ParquetFile, path: Path) -> PlanHead:
     """Raises StoreDamaged if the file is no plan, or a plan of another schema version."""
     try:
-        value = json.loads(file.schema_arrow.metadata[METADATA_KEY])
+        value = json.loads((file.metadata.metadata or {})[METADATA_KEY])
         if value["schema"] != SCHEMA_VERSION:
             raise StoreDamaged(
                 f"{path} has schema version {value['schema']}, this wellhead reads {SCHEMA_VERSION}",

@@ -65,7 +65,7 @@ class Plan:
         paths = RunPaths(run_dir)
         try:
             name = paths.current_plan.read_text("utf-8").strip()
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return None
         except (OSError, ValueError) as error:
             raise StoreDamaged(f"cannot read {paths.current_plan}: {error}", "plan again") from error
