@@ -28,7 +28,7 @@ from wellhead.store.reader import StateReader
 from wellhead.store.recovery import recover
 from wellhead.store.writer import StoreOptions, StoreWriter
 from wellhead.testing.crash import CrashState, DiskModel, crash_points
-from wellhead.testing.disk import Create, RecordingDisk, Sync, SyncDir
+from wellhead.testing.disk import Create, Mark, RecordingDisk, Sync, SyncDir, SyncFile
 
 FINGERPRINT = "0123456789abcdef" * 2
 HIDDEN = 8
@@ -298,6 +298,28 @@ def test_a_step_left_out_is_caught(
     disk = Sloppy(folder, forgets)
     first_life(folder, disk)
     assert finds(consequence, disk.noted(), folders)
+
+
+def test_settling_a_killed_life_without_syncing_its_ledger_is_caught(folders: Callable[[], Path]) -> None:
+    """Killed between the write and the sync of a commit's line: what a recovery then says of the ledger must survive a
+    power cut, although nobody ever synced that line."""
+    first = record(first_life, folders)
+    promise = next(at for at, operation in enumerate(first.operations) if isinstance(operation, Mark))
+    assert isinstance(first.operations[promise - 1], Sync)
+    model = _replayed(first, promise - 1)
+    folder = folders()
+    model.killed().materialise(folder)
+    second = RecordingDisk(folder)
+    second_life(folder, second)
+    for forget, faulty in ((SyncFile, True), (type(None), False)):
+        model, random, found = _replayed(first, promise - 1), Random(4), False
+        for operation in second.operations:
+            if isinstance(operation, forget):
+                continue
+            model.apply(operation)
+            if isinstance(operation, Sync | SyncDir):
+                found |= any(check(state, folders) for state in model.states(random, 3))
+        assert found is faulty
 
 
 def test_recording_before_the_data_is_caught(folders: Callable[[], Path]) -> None:
