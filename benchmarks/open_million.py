@@ -79,9 +79,9 @@ def commit(life: Life, number: int, ids: list[str], provenance: Provenance, rng:
 def measure(run: Path, id_file: Path) -> dict[str, float]:
     ids = id_file.read_text().split()
     base = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    began = time.perf_counter()
+    began, cpu = time.perf_counter(), time.process_time()
     index = StoreIndex.load(run)
-    loaded = time.perf_counter()
+    loaded, load_cpu_s = time.perf_counter(), time.process_time() - cpu
     after_load = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     assert not index.missing(ids, STATES)
     complete = time.perf_counter()
@@ -94,6 +94,7 @@ def measure(run: Path, id_file: Path) -> dict[str, float]:
         "samples": index.samples,
         "shards": len(index.shards),
         "load_s": round(loaded - began, 3),
+        "load_cpu_s": round(load_cpu_s, 3),
         "missing_none_s": round(complete - loaded, 3),
         "missing_all_s": round(lacked - complete, 3),
         "locate_ms": round(1e3 * (located - lacked), 3),

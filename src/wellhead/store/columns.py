@@ -171,8 +171,8 @@ def split_words(packed: bytes | bytearray) -> tuple[Words, Words]:
 def distinct_rows(flags: Flags) -> tuple[Flags, NDArray[np.int64]]:
     """The distinct rows of bool [n, k], and for each row the number of its own among them."""
     kind = np.zeros(len(flags), dtype=np.int64)
-    for column in flags.T:  # numbers stay small, however many columns there are
-        _, kind = np.unique(2 * kind + column, return_inverse=True)
+    for eight in np.packbits(flags, axis=1).T:  # numbered anew each time, so they stay small
+        _, kind = np.unique(256 * kind + eight, return_inverse=True)
     _, first = np.unique(kind, return_index=True)
     return flags[first], kind
 
