@@ -34,6 +34,7 @@ BYTES_PER_VALUE = 2
 Dtype = Literal["bfloat16", "float32"]
 FinalNorm = Literal["post_norm", "pre_norm"]
 FinalRows = Literal["all", "supervised"]
+Codec = Literal["planes-zstd", "raw"]
 
 
 def sample_id(input_ids_le: bytes) -> str:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from wellhead import __version__
-from wellhead.core import CaptureSpec, Dtype, FinalNorm, Provenance, raw_bytes, state_names
+from wellhead.core import CaptureSpec, Codec, Dtype, FinalNorm, Provenance, raw_bytes, state_names
 from wellhead.dataset.overlay import MaskPolicy
 from wellhead.disk import room
 from wellhead.engines.base import Engine, EngineName
@@ -27,7 +27,6 @@ from wellhead.paths import RunPaths
 from wellhead.plan import Plan, PlanOptions, make_plan
 from wellhead.predict import STORED_RATIO, predict
 from wellhead.run import layers_in_force
-from wellhead.store.head import Codec
 from wellhead.store.index import StoreIndex
 from wellhead.store.life import Life
 from wellhead.store.lock import RunLock

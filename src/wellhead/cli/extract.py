@@ -8,11 +8,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from wellhead.cli._shared import output
-from wellhead.core import Dtype, FinalNorm
+from wellhead.core import Codec, Dtype, FinalNorm
 from wellhead.dataset.overlay import MaskPolicy
 from wellhead.engines.base import EngineName
 from wellhead.errors import CompleteWithRejects
-from wellhead.store.head import Codec
 
 if TYPE_CHECKING:
     from wellhead.prepare import Request

@@ -14,15 +14,14 @@ import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, NoReturn, get_args
+from typing import Any, NamedTuple, NoReturn, get_args
 
 import numpy as np
 import xxhash
 
-from wellhead.core import BYTES_PER_VALUE, FINAL, INPUT_IDS, SCHEMA_VERSION, layer_number
+from wellhead.core import BYTES_PER_VALUE, FINAL, INPUT_IDS, SCHEMA_VERSION, Codec, layer_number
 from wellhead.errors import StoreDamaged
 
-Codec = Literal["planes-zstd", "raw"]
 CODECS: tuple[Codec, ...] = get_args(Codec)
 
 MAX_HEAD_BYTES = 16 << 20

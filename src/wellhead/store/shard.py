@@ -15,12 +15,11 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from wellhead.core import INPUT_IDS, Capture
+from wellhead.core import INPUT_IDS, Capture, Codec
 from wellhead.store import codec as planes
 from wellhead.store.head import (
     LENGTH,
     MAX_HEAD_BYTES,
-    Codec,
     Entry,
     Extent,
     Member,
@@ -43,7 +42,6 @@ if TYPE_CHECKING:
     from wellhead.store.atomic import File
 
 __all__ = [
-    "Codec",
     "Extent",
     "Member",
     "SealedShard",

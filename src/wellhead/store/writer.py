@@ -12,12 +12,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from wellhead.core import Capture, Provenance, canonical_json
+from wellhead.core import Capture, Codec, Provenance, canonical_json
 from wellhead.errors import WellheadError
 from wellhead.paths import RunPaths
 from wellhead.store.atomic import POSIX, TEMP_PREFIX, Disk, File, SyncError
 from wellhead.store.faults import disk_error
-from wellhead.store.head import Codec
 from wellhead.store.ledger import Attempt, Commit, Ledger, Quarantine, Record, Tombstone
 from wellhead.store.life import Life, mark_ended
 from wellhead.store.records import shard_name
