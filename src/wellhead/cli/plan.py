@@ -255,8 +255,8 @@ def _size(name: str, text: str) -> int:
 
     try:
         return parse_size(text)
-    except ValueError as error:
-        raise UsageError(f"--{name}: {error}", "write it like 400GB") from error
+    except UsageError as error:
+        raise UsageError(f"--{name}: {error.message}", error.hint) from error
 
 
 def _seconds(text: str, tokens: int) -> tuple[float, float]:
