@@ -19,7 +19,7 @@ import orjson
 from wellhead.core import INPUT_IDS, SCHEMA_VERSION, Provenance
 from wellhead.errors import OtherSpec
 from wellhead.paths import RunPaths
-from wellhead.store.ledger import scan
+from wellhead.store.ledger import json_of, scan
 from wellhead.store.life import Life, is_life_id
 from wellhead.store.records import (
     ID_BYTES,
@@ -112,7 +112,7 @@ class Gathered:
         life: Life | None = None
         for offset, line in lines:
             try:
-                value = light_json(line)
+                value = json_of(line)
                 if value.get("kind") == "opened":
                     opened = self._opened(path, value)
                     life = opened.life
@@ -189,24 +189,6 @@ class Gathered:
         if key not in self._provenances:
             self._provenances[key] = Provenance.from_json(value)
         return self._provenances[key]
-
-
-def light_json(line: bytes) -> dict[str, Any]:
-    """The object of a line; of a commit only what stands before the wide columns, which are most of its bytes.
-
-    The text cut at cannot occur inside a JSON string. Where it occurs elsewhere the cut text is no JSON, and the whole
-    line is read."""
-    cut = line.find(b',"offsets":"')
-    if cut > 0:
-        try:
-            value = orjson.loads(line[:cut] + b"}")
-        except ValueError:
-            value = orjson.loads(line)
-    else:
-        value = orjson.loads(line)
-    if not isinstance(value, dict):
-        raise ValueError("no object")
-    return value
 
 
 def gather(run_dir: Path, fingerprint: str | None) -> Gathered:

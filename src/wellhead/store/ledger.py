@@ -10,6 +10,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import orjson
 import xxhash
@@ -125,10 +126,15 @@ class LedgerScan:
 
 def parse(line: bytes) -> Record:
     """The record of a line that proves itself; ValueError if it makes no sense."""
+    return record_from_json(json_of(line))
+
+
+def json_of(line: bytes) -> dict[str, Any]:
+    """The JSON object of a line; ValueError if it is none."""
     value = orjson.loads(line)
     if not isinstance(value, dict):
         raise ValueError("no object")
-    return record_from_json(value)
+    return value
 
 
 def scan(path: Path, limit: int | None = None) -> LedgerScan:

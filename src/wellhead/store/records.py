@@ -58,8 +58,8 @@ class Opened:
 class Commit:
     """A shard is durable and these are its members.
 
-    The three wide columns are last in a line and `absent` (positions in `sizes`, row by row, that are 0) repeats what
-    an index needs of them, so that opening a run need not decode them.
+    In a line `absent` (positions in `sizes`, row by row, that are 0) repeats what an index needs of the wide columns,
+    so that opening a run need not decode them.
 
     `ids` and `tokens` have an entry a member; `offsets` (absolute in the file), `sizes` (bytes; 0: the member lacks
     the tensor) and `xxh3` (of the stored bytes) are uint64 [members, tensors] in the order of `tensors`. `tables`
