@@ -5,7 +5,7 @@ The result is in the repository, so nobody has to run this; it is kept so that e
 the distribution of its target, so the answers are the target's own. A line of prompts has `turns` (user messages,
 answered one after the other) and perhaps `system`; a line of conversations has `messages`.
 
-An answer ends where the model ends its turn. One that reaches its cap instead (caps vary from 64 to 220 tokens, so
+An answer ends where the model ends its turn. One that reaches its cap instead (caps vary from 56 to 180 tokens, so
 that lengths do) is cut back to the last whole sentence or line, because the chat template closes every assistant turn
 and half a word before the closing token would be something that the model never says.
 
@@ -27,8 +27,9 @@ from typing import Any
 from get_model import model_dir
 
 HERE = Path(__file__).parent
-BATCH = 16
-MIN_CAP, MAX_CAP = 64, 220
+BATCH = 20
+MIN_CAP, MAX_CAP = 56, 180
+LONG_CHARS = 700
 CAP_STEP = 37  # coprime to the span: neighbouring lines get caps far apart
 SENTENCE_END = re.compile(r"[.!?:][\"')*`]*(?=\s)|\n")
 
@@ -67,7 +68,8 @@ def main() -> None:
 
     folder = model_dir()
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    auto: Any = AutoModelForCausalLM
+    model = auto.from_pretrained(folder, dtype=torch.float32).eval()
     prompts = [json.loads(line) for line in (HERE / "prompts.jsonl").read_text(encoding="utf-8").splitlines()]
     chats = [[{"role": "system", "content": p["system"]}] if "system" in p else [] for p in prompts]
     started = time.monotonic()
@@ -75,7 +77,8 @@ def main() -> None:
         lines = [line for line, p in enumerate(prompts) if turn < len(p["turns"])]
         for line in lines:
             chats[line].append({"role": "user", "content": prompts[line]["turns"][turn]})
-        lines.sort(key=lambda line: (len(str(chats[line])), line))
+        # A batch costs its longest prompt times its size, and then runs as long as its largest cap.
+        lines.sort(key=lambda line: (len(str(chats[line])) > LONG_CHARS, cap(line), line))
         for at in range(0, len(lines), BATCH):
             part = lines[at : at + BATCH]
             answers = answer(model, tokenizer, [chats[line] for line in part], [cap(line) for line in part])
