@@ -20,8 +20,8 @@ from wellhead.core import Capture, PlanItem, Sample
 from wellhead.engines.base import Engine, Failure, Payload
 from wellhead.errors import DiskFull, GaveUp, Stopped, WellheadError
 from wellhead.guard import Level, wait_until
-from wellhead.prepare import Request, Say, load_engine, prepared, require_room, write_manifest
-from wellhead.session import Session, Show, session
+from wellhead.prepare import Observer, Request, load_engine, prepared, require_room, write_manifest
+from wellhead.session import Session, session
 from wellhead.store.records import Commit
 
 FAILURES_BEFORE_GIVING_UP = 5
@@ -36,21 +36,20 @@ class Outcome:
     error: WellheadError | None = None
 
 
-def extract(request: Request, say: Say, show: Show, stop_asked: Callable[[], bool]) -> Outcome:
+def extract(request: Request, observer: Observer) -> Outcome:
     """Captures everything that `request` asks for and the run does not hold yet.
 
-    `say` gets remarks for people, `show` a snapshot every 2 s from a thread of its own; once `stop_asked` is true the
-    batch in hand is finished and committed. Ends as Outcome when the run was reached (complete, stopped, gave up, disk
+    Ends as Outcome when the run was reached (complete, stopped, gave up, disk
     full); everything that was refused before that is raised as a WellheadError."""
-    with prepared(request, say, stop_asked) as run, session(run, say, show) as open_session:
+    with prepared(request, observer) as run, session(run, observer) as open_session:
         if not open_session.work.lacking:
             return Outcome(open_session.finish())
         require_room(run, open_session.work)
-        engine = load_engine(run, open_session.index, say)
+        engine = load_engine(run, open_session.index, observer.say)
         write_manifest(run, engine)
         open_session.begin(engine)
         try:
-            asyncio.run(_Extraction(open_session, engine, stop_asked).run())
+            asyncio.run(_Extraction(open_session, engine, observer.stop_asked).run())
         except (Stopped, GaveUp, DiskFull) as error:
             return Outcome(open_session.finish(error), error)
         return Outcome(open_session.finish())

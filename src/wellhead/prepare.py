@@ -8,14 +8,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from wellhead import __version__
 from wellhead.core import CaptureSpec, Codec, Dtype, FinalNorm, Provenance, raw_bytes, state_names
-from wellhead.dataset.overlay import MaskPolicy
 from wellhead.disk import room
 from wellhead.engines.base import Engine, EngineName
 from wellhead.engines.registry import create, identity
@@ -36,7 +35,18 @@ from wellhead.work import Work, pending_work
 if TYPE_CHECKING:
     from wellhead.plan_build import PlanProgress
 
-Say = Callable[[str], None]
+
+@dataclass(frozen=True, slots=True)
+class Observer:
+    """Who watches a run. `show` is called every 2 s from a thread of its own, the others from the caller's.
+
+    `say` gets remarks for people, `planning` the reading of the data file, `show` the figures of status.json; once
+    `stop_asked` answers true, the batch in hand is finished and committed."""
+
+    say: Callable[[str], None]
+    show: Callable[[dict[str, Any]], None]
+    planning: Callable[[PlanProgress], None]
+    stop_asked: Callable[[], bool]
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +60,7 @@ class Request:
     engine: EngineName = "transformers"
     dtype: Dtype = "bfloat16"
     final: FinalNorm = "post_norm"
-    mask: MaskPolicy = "all-assistant"
-    max_length: int | None = None
+    plan: PlanOptions = field(default_factory=PlanOptions)
     codec: Codec = "planes-zstd"
     shard_bytes: int = 1 << 30
     shard_seconds: float | None = None
@@ -60,7 +69,6 @@ class Request:
     max_failure_rate: float = 0.03
     retry_quarantined: bool = False
     mix_engines: bool = False
-    strict: bool = False
     fault: str | None = None
 
     def check(self) -> None:
@@ -107,7 +115,7 @@ class Prepared:
 
 
 @contextmanager
-def prepared(request: Request, say: Say, stop_asked: Callable[[], bool]) -> Iterator[Prepared]:
+def prepared(request: Request, observer: Observer) -> Iterator[Prepared]:
     """Holds the run while the block runs. Raises UsageError, OtherSpec, RunHeld, RowRejected or Stopped."""
     request.check()
     model_dir = resolve_model(request.model)
@@ -125,10 +133,10 @@ def prepared(request: Request, say: Say, stop_asked: Callable[[], bool]) -> Iter
     life = Life.this_process()
     lock = RunLock.acquire(paths.root, life)
     try:
-        plan = _plan(request, paths, model_dir, say, stop_asked)
+        plan = _plan(request, paths, model_dir, observer)
         layers = layers_in_force((*asked, *(manifest.layers if manifest else ())), StoreIndex.load(paths.root))
         for words in (*layer_words(layers, shape.blocks), final_words(shape.blocks, spec.final)):
-            say(words)
+            observer.say(words)
         yield Prepared(request, paths, life, model_dir, shape, spec, manifest, plan, layers)
     finally:
         lock.release()
@@ -145,7 +153,7 @@ def require_room(prepared: Prepared, work: Work) -> None:
         raise DoesNotFit(prediction.refusal, "free space, lower --reserve or --max-length, or plan fewer rows")
 
 
-def load_engine(prepared: Prepared, index: StoreIndex, say: Say) -> Engine:
+def load_engine(prepared: Prepared, index: StoreIndex, say: Callable[[str], None]) -> Engine:
     """Loads the model, proves it (preflight), and that it may go on with this run. PreflightRefused, OtherSpec."""
     request = prepared.request
     say(f"loading {prepared.spec.model.name} ({request.engine}, {request.dtype})")
@@ -191,15 +199,17 @@ def _manifest_of(paths: RunPaths, spec: CaptureSpec) -> Manifest | None:
     return manifest
 
 
-def _plan(request: Request, paths: RunPaths, model_dir: Path, say: Say, stop_asked: Callable[[], bool]) -> Plan:
+def _plan(request: Request, paths: RunPaths, model_dir: Path, observer: Observer) -> Plan:
     def progress(now: PlanProgress) -> None:
-        if stop_asked():
+        observer.planning(now)
+        if observer.stop_asked():
             raise Stopped(f"stopped while planning, after {now.rows:,} rows", "run the same command to begin again")
 
-    options = PlanOptions(mask=request.mask, max_length=request.max_length, strict=request.strict)
-    plan = make_plan(paths.root, request.data, model_dir, options, progress)
+    plan = make_plan(paths.root, request.data, model_dir, request.plan, progress)
     rejected = sum(plan.rejected.values())
-    say(f"plan {plan.number}: {plan.rows:,} rows, {rejected:,} rejected, {len(plan.items()):,} distinct samples")
+    observer.say(
+        f"plan {plan.number}: {plan.rows:,} rows, {rejected:,} rejected, {len(plan.items()):,} distinct samples"
+    )
     return plan
 
 

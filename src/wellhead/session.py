@@ -13,12 +13,10 @@ from wellhead.heartbeat import Heartbeat, Snapshot
 from wellhead.log import EventLog, RunLog
 from wellhead.metrics import Progress
 from wellhead.plan import Plan
-from wellhead.prepare import Prepared, Say
+from wellhead.prepare import Observer, Prepared
 from wellhead.store.index import StoreIndex
 from wellhead.store.recovery import RecoveryReport, recover
 from wellhead.store.writer import StoreWriter
-
-Show = Callable[[Snapshot], None]
 
 
 class Session:
@@ -52,7 +50,7 @@ class Session:
     def plan(self) -> Plan:
         return self.run.plan
 
-    def open_life(self, writer: StoreWriter, show: Show) -> None:
+    def open_life(self, writer: StoreWriter, show: Callable[[Snapshot], None]) -> None:
         """The life's own files, and its pulse, which beats until the session is over."""
         files = self.run.paths.writer(self.run.life.id)
         self.writer = writer
@@ -97,7 +95,7 @@ class Session:
 
 
 @contextmanager
-def session(run: Prepared, say: Say, show: Show) -> Iterator[Session]:
+def session(run: Prepared, observer: Observer) -> Iterator[Session]:
     """Settles what dead lives left behind, then opens this life, unless there is nothing to do for one."""
     with ExitStack() as stack:
         index = StoreIndex.load(run.paths.root)
@@ -108,9 +106,9 @@ def session(run: Prepared, say: Say, show: Show) -> Iterator[Session]:
         stack.callback(writer.close)
         report = recover(run.paths.root, writer)
         opened = Session(run, StoreIndex.load(run.paths.root), stack)
-        opened.open_life(writer, show)
+        opened.open_life(writer, observer.show)
         for words in _told(report):
-            say(words)
+            observer.say(words)
             opened.log.line(words)
         yield opened
 

@@ -49,10 +49,12 @@ def extract(
     fault: Annotated[str | None, typer.Option(help="Fault script of the stub engine.")] = None,
 ) -> None:
     """Captures the states of every conversation into a run folder, and resumes one."""
+    from wellhead.cli._plan_view import progress
     from wellhead.cli._progress import display
     from wellhead.cli._signals import stop_on_signals
     from wellhead.extract import extract as run_extract
-    from wellhead.prepare import Request
+    from wellhead.plan import PlanOptions
+    from wellhead.prepare import Observer, Request
     from wellhead.units import parse_size
 
     request = Request(
@@ -63,8 +65,7 @@ def extract(
         engine=engine,
         dtype=dtype,
         final=final,
-        mask=mask,
-        max_length=max_length,
+        plan=PlanOptions(mask=mask, max_length=max_length, strict=strict),
         codec=codec,
         shard_bytes=parse_size(shard_bytes),
         shard_seconds=shard_seconds,
@@ -73,12 +74,15 @@ def extract(
         max_failure_rate=max_failure_rate,
         retry_quarantined=retry_quarantined,
         mix_engines=mix_engines,
-        strict=strict,
         fault=fault,
     )
     say = output(context)
-    with stop_on_signals() as stop, display(say.stderr, say.quiet) as screen:
-        outcome = run_extract(request, say.say, screen.show, stop)
+    with (
+        stop_on_signals() as stop_asked,
+        progress(say.stderr, say.quiet) as planning,
+        display(say.stderr, say.quiet) as screen,
+    ):
+        outcome = run_extract(request, Observer(say.say, screen.show, planning, stop_asked))
     say.result(outcome.summary, _closing(request, outcome.summary))
     if outcome.error is not None:
         raise outcome.error

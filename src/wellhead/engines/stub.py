@@ -22,6 +22,7 @@ from numpy.lib.stride_tricks import sliding_window_view
 from wellhead.core import FINAL, Provenance, Sample, layer_name, layer_number
 from wellhead.engines.base import EngineInfo, Failure, Payload
 from wellhead.errors import PreflightRefused
+from wellhead.hashes import mix
 from wellhead.preflight import prove_capture
 from wellhead.testing.faults import BEHAVIOURS, DAMAGES, Fault, FaultScript, damage
 
@@ -50,7 +51,7 @@ def stub_state(
     """
     salt = _FINAL_SALT if k == "final" else k
     scale = 0 if k == "final" else 4 * k // max(1, blocks)
-    picks = _mix(_prefix_hashes(input_ids, seed) ^ _mix(np.array([salt], np.uint64)))
+    picks = mix(_prefix_hashes(input_ids, seed) ^ mix(np.array([salt], np.uint64)))
     exponents, mantissas = _tables(seed, hidden_size)
     bits: Bits = exponents[(picks % _TABLE).astype(np.intp)]
     bits |= mantissas[((picks >> np.uint64(32)) % _TABLE).astype(np.intp)]
@@ -197,18 +198,11 @@ def _another_request(ids: NDArray[np.int32]) -> NDArray[np.int32]:
     return np.where(ids > 0, ids - 1, ids + 1).astype(np.int32)
 
 
-def _mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """The finaliser of splitmix64 (Steele, Lea, Flood 2014)."""
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return x ^ (x >> np.uint64(31))
-
-
 def _prefix_hashes(ids: NDArray[np.int32], seed: int) -> NDArray[np.uint64]:
     """uint64 [T]: entry t depends on all ids up to t and on their positions."""
     places = np.arange(1, len(ids) + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
     salted = ids.astype(np.uint64) + np.uint64(seed % 2**32 << 32)
-    return _mix(np.cumsum(_mix(places ^ _mix(salted + np.uint64(1))), dtype=np.uint64))
+    return mix(np.cumsum(mix(places ^ mix(salted + np.uint64(1))), dtype=np.uint64))
 
 
 @lru_cache(maxsize=8)
@@ -216,7 +210,7 @@ def _tables(seed: int, width: int) -> tuple[NDArray[np.uint16], NDArray[np.uint1
     """Two views [_TABLE, width]: the window of signs and exponents, and of mantissas, that starts at each entry."""
     values = np.array([NormalDist().inv_cdf((i + 0.5) / _QUANTILES) for i in range(_QUANTILES)], np.float32)
     exponents_of = (values.view(np.uint32) >> np.uint32(16)).astype(np.uint16) & ~_MANTISSA
-    noise = _mix(np.arange(_TABLE, dtype=np.uint64) + np.uint64((seed % 2**32 << 32) + 1))
+    noise = mix(np.arange(_TABLE, dtype=np.uint64) + np.uint64((seed % 2**32 << 32) + 1))
     exponents = exponents_of[(noise % _QUANTILES).astype(np.intp)]
     mantissas = (noise >> np.uint64(40)).astype(np.uint16) & _MANTISSA
     around = np.arange(_TABLE + width - 1) % _TABLE
@@ -226,6 +220,6 @@ def _tables(seed: int, width: int) -> tuple[NDArray[np.uint16], NDArray[np.uint1
 @lru_cache(maxsize=512)
 def _channel_scale(salt: int, scale: int, width: int, seed: int) -> NDArray[np.uint16]:
     """uint16 [H] to add to the bits: powers of two between 1/4 and 2 a channel, times 2**scale for the layer."""
-    noise = _mix(np.arange(width, dtype=np.uint64) + np.uint64(salt << 32 | seed % 2**32))
+    noise = mix(np.arange(width, dtype=np.uint64) + np.uint64(salt << 32 | seed % 2**32))
     shifts = (noise % np.uint64(4)).astype(np.int64) - 2 + scale
     return (shifts * 128 % 65536).astype(np.uint16)
