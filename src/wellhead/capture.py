@@ -41,7 +41,7 @@ REASONS = {
 """Every reason `check` gives, in words."""
 
 OUTLIER_FACTOR = 20.0
-"""A row whose norm is this many times the median is marked suspect. Sink tokens do that: the first has 174 in SmolLM2."""
+"""A row whose norm is this many times the median is marked suspect; the first token of SmolLM2 has 174 times."""
 
 _SIGN = np.uint16(0x8000)
 _INF = 0x7F80
