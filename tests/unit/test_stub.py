@@ -28,8 +28,8 @@ IDS = np.array(probe_ids(80, 3, 1000), np.int32)
 TENSORS = ("r2", "r3", FINAL)
 
 
-def engine(script: str = "", **settings: float) -> StubEngine:
-    return StubEngine(6, 48, (2, 3), faults=FaultScript.parse(script), **settings)  # type: ignore[arg-type]
+def engine(script: str = "") -> StubEngine:
+    return StubEngine(6, 48, (2, 3), faults=FaultScript.parse(script))
 
 
 def test_a_row_depends_on_all_ids_up_to_it_and_on_nothing_after() -> None:

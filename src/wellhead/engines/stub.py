@@ -62,8 +62,8 @@ def stub_state(
 class StubEngine:
     """Answers from `stub_state`, one sample after the other, except where its fault script says otherwise.
 
-    `layers` are the r_k that a run will ask for (what `preflight` asks for). `batch_delay_s` is waited before each
-    batch, to imitate an engine that computes. Single-threaded; everything happens in the event loop.
+    `layers` are the r_k that a run will ask for (what `preflight` asks for). The fault `slow` imitates an engine that
+    computes. Single-threaded; everything happens in the event loop.
     """
 
     def __init__(
@@ -73,7 +73,6 @@ class StubEngine:
         layers: Sequence[int],
         *,
         seed: int = 0,
-        batch_delay_s: float = 0.0,
         faults: FaultScript = FaultScript(),  # noqa: B008 - frozen
         info: Mapping[str, Any] | None = None,
     ) -> None:
@@ -86,7 +85,6 @@ class StubEngine:
         self._faults = faults
         self._fired = [0] * len(faults.faults)
         self._seen = 0
-        self._delay_s = batch_delay_s
         self._seed = seed
         base = EngineInfo(
             provenance=Provenance("stub", VERSION, {"seed": seed}),
@@ -119,8 +117,6 @@ class StubEngine:
                     )
 
     async def capture(self, samples: Sequence[Sample], tensors: Sequence[str]) -> AsyncIterator[Payload | Failure]:
-        if self._delay_s:
-            await asyncio.sleep(self._delay_s)
         for sample in samples:
             faults = self._firing(sample.id)
             failure = self._refused(sample) or await self._behave(faults, sample.id, alone=len(samples) == 1)
