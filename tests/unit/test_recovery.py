@@ -174,14 +174,18 @@ def test_a_missing_shard_is_buried_and_adopted_when_it_comes_back(tmp_path: Path
     commit = committed(tmp_path, [capture(1)])
     path = tmp_path / "states" / commit.shard
     path.rename(tmp_path / "elsewhere")
-    assert run_recovery(tmp_path).tombstoned == [commit.shard]
+    report = run_recovery(tmp_path)
+    assert (report.tombstoned, report.index) == ([commit.shard], None)
     index = StoreIndex.load(tmp_path)
     assert (index.samples, list(index.removed)) == (0, [commit.shard])
     assert not run_recovery(tmp_path).tombstoned
     (tmp_path / "elsewhere").rename(path)
     assert run_recovery(tmp_path).adopted == [commit.shard]
     assert StoreIndex.load(tmp_path).ids() == [capture(1).id]
-    assert not run_recovery(tmp_path).adopted
+    report = run_recovery(tmp_path)
+    assert not report.adopted
+    assert report.index is not None
+    assert report.index.ids() == [capture(1).id]
 
 
 @pytest.mark.parametrize("change", [-1, 5])

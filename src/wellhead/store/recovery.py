@@ -35,7 +35,8 @@ class RecoveryReport:
     """What was found and done. Lives by id, shards by name, `swept` temp files by name.
 
     `left`: orphan shards that were not touched: of another capture spec, of a life that may be alive, or recorded as
-    lost and still there.
+    lost and still there. `index` is what the run held before, and holds still unless a shard was adopted or
+    tombstoned: then it is None, and the index must be loaded again.
     """
 
     recovered: list[str] = field(default_factory=list)
@@ -45,6 +46,7 @@ class RecoveryReport:
     tombstoned: list[str] = field(default_factory=list)
     left: list[str] = field(default_factory=list)
     swept: list[str] = field(default_factory=list)
+    index: StoreIndex | None = field(default=None, compare=False, repr=False)
 
     def __bool__(self) -> bool:
         """Whether anything was done."""
@@ -77,6 +79,8 @@ class _Recovery:
         self._bury_the_lost(index, sizes)
         self._take_in_orphans(index, sizes)
         self._sweep(dead)
+        if not self._report.adopted and not self._report.tombstoned:
+            self._report.index = index
         return self._report
 
     def _is_over(self, life_id: str, *signs: Path) -> bool:
