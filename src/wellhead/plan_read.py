@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import threading
 from collections import OrderedDict
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 _CACHED_GROUPS = 8
-_COLUMNS = ["line", "id", "tokens", "full_tokens", "supervised_tokens", "generation", "reason"]
+_ROW_COLUMNS = ["line", "id", "tokens", "full_tokens", "supervised_tokens", "generation", "reason"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +54,7 @@ class Plan:
         self.path = path
         self._groups = _RowGroups(path)
         self._head = read_head(self._groups.file(), path)
+        self._columns: dict[str, NDArray[np.int64]] = {}
 
     @classmethod
     def load(cls, path: Path) -> Plan:
@@ -117,21 +119,18 @@ class Plan:
     @cached_property
     def distinct(self) -> NDArray[np.int64]:
         """Positions of the first row of each distinct state, ascending: int64 [distinct states]."""
-        encoded = self._ids.dictionary_encode().combine_chunks()
-        first = np.empty(len(encoded.dictionary), np.int64)
-        codes = encoded.indices.to_numpy()
-        first[codes[::-1]] = np.arange(len(codes) - 1, -1, -1)
-        return np.sort(first)
+        return np.sort(np.fromiter(self._first_position.values(), np.int64, len(self._first_position)))
 
     def column(self, name: str) -> NDArray[np.int64]:
         """One of line, tokens, full_tokens, supervised_tokens, generation for all rows: int64, 0 where null."""
-        filled: NDArray[np.int64] = self._table[name].fill_null(0).to_numpy().astype(np.int64)
-        return filled
+        if name not in self._columns:
+            self._columns[name] = self._read(name).fill_null(0).to_numpy().astype(np.int64)
+        return self._columns[name]
 
     @cached_property
     def rejected(self) -> dict[str, int]:
         """Reason -> rejected rows, most frequent first."""
-        counts = self._table["reason"].drop_null().value_counts().to_pylist()
+        counts = self._read("reason").drop_null().value_counts().to_pylist()
         return {item["values"]: item["counts"] for item in sorted(counts, key=lambda i: (-i["counts"], i["values"]))}
 
     def rejects(self) -> Iterator[tuple[int, str, str]]:
@@ -140,22 +139,17 @@ class Plan:
 
     def ids(self) -> list[str]:
         """Sample ids of the kept rows in plan order; equal rows repeat their id."""
-        ids: list[str] = self._ids.to_numpy().tolist()
-        return ids
+        return self._ids.copy()
 
     def items(self) -> list[PlanItem]:
         """The distinct states, in the order of their first rows."""
-        rows = self.kept[self.distinct]
-        ids = self._ids.take(self.distinct).to_numpy().tolist()
-        tokens, generations = self.column("tokens")[rows].tolist(), self.column("generation")[rows].tolist()
-        return list(map(PlanItem, ids, tokens, generations))
+        return self._items.copy()
 
     def row(self, number: int) -> PlanRow:
         """Row `number` (from 0) of the source file, rejected or not."""
         if not 0 <= number < self.rows:
             raise IndexError(f"row {number} of a plan of {self.rows} rows")
-        (values,) = self._table.slice(number, 1).to_pylist()
-        return PlanRow(**{key: value or (None if key in ("id", "reason") else 0) for key, value in values.items()})
+        return self._groups.row(number)
 
     def sample_at(self, position: int) -> Sample:
         """The kept row at `position`, with its own mask."""
@@ -167,7 +161,7 @@ class Plan:
         """Token ids and mask for each id, in the order asked for; the first row's mask where several rows share an id.
 
         Raises KeyError for an id that the plan does not name."""
-        rows = [self._first_row[id] for id in ids]
+        rows = [int(self.kept[self._first_position[id]]) for id in ids]
         # Ascending rows read each row group once, however few groups are cached.
         found = {row: self._groups.sample(row) for row in sorted(set(rows))}
         return [found[row] for row in rows]
@@ -178,18 +172,31 @@ class Plan:
     def __setstate__(self, path: Path) -> None:
         self.__init__(path)  # type: ignore[misc]
 
-    @cached_property
-    def _table(self) -> pa.Table:
-        return self._groups.file().read(columns=_COLUMNS, use_threads=False)
+    def _read(self, name: str) -> pa.ChunkedArray:
+        return self._groups.file().read(columns=[name], use_threads=False)[name]
 
     @cached_property
-    def _ids(self) -> pa.ChunkedArray:
-        return self._table["id"].drop_null()
+    def _ids(self) -> list[str]:
+        ids: list[str] = self._read("id").drop_null().to_numpy().tolist()
+        return ids
 
     @cached_property
-    def _first_row(self) -> dict[str, int]:
-        rows = self.kept[self.distinct].tolist()
-        return dict(zip(self._ids.take(self.distinct).to_numpy().tolist(), rows, strict=True))
+    def _first_position(self) -> dict[str, int]:
+        # Backwards, so that the first of equal ids is what stays.
+        return dict(zip(reversed(self._ids), range(len(self._ids) - 1, -1, -1), strict=True))
+
+    @cached_property
+    def _items(self) -> list[PlanItem]:
+        positions = self.distinct
+        rows, ids = self.kept[positions], self._ids
+        tokens, generations = self.column("tokens")[rows].tolist(), self.column("generation")[rows].tolist()
+        was_enabled = gc.isenabled()
+        gc.disable()  # a million new objects, none of them garbage: looking for some takes half of the time
+        try:
+            return list(map(PlanItem, [ids[position] for position in positions.tolist()], tokens, generations))
+        finally:
+            if was_enabled:
+                gc.enable()
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,9 +222,17 @@ class _RowGroups:
             self._start_over()
         return self._file
 
+    def row(self, row: int) -> PlanRow:
+        file = self.file()
+        group = self._group_of(row)
+        table = file.read_row_group(group, columns=_ROW_COLUMNS, use_threads=False)
+        (values,) = table.slice(row - int(self._starts[group]), 1).to_pylist()
+        absent: dict[str, Any] = {"id": None, "reason": None}
+        return PlanRow(**{name: absent.get(name, 0) if value is None else value for name, value in values.items()})
+
     def sample(self, row: int) -> Sample:
         file = self.file()
-        group_number = int(np.searchsorted(self._starts, row, side="right")) - 1
+        group_number = self._group_of(row)
         with self._lock:
             group = self._cache.get(group_number) or _read_group(file, group_number, self._path)
             self._cache[group_number] = group
@@ -231,6 +246,9 @@ class _RowGroups:
             raise KeyError(f"row {row} of {self._path} was rejected")
         # Copies: a view would keep the whole row group alive.
         return Sample(id, group.tokens[begin:end].copy(), group.mask[begin:end].copy())
+
+    def _group_of(self, row: int) -> int:
+        return int(np.searchsorted(self._starts, row, side="right")) - 1
 
     def _start_over(self) -> None:
         self._file = open_parquet(self._path)
