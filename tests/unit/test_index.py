@@ -231,6 +231,16 @@ def test_a_quarantine_counts_until_a_later_commit(tmp_path: Path) -> None:
     assert index.quarantined == {id_of(1): bad[1], id_of(2): bad[2]}
 
 
+def test_a_quarantine_stays_ended_when_the_later_shard_is_lost(tmp_path: Path) -> None:
+    bad = Quarantine(id_of(0), "not_finite", "")
+    write(tmp_path, 0, bad, commit(0, 1, {5: BOTH}), commit(0, 2, {0: BOTH}))
+    write(tmp_path, 1, Tombstone(shard_name(LIVES[0].id, 2), "missing"))
+    index = StoreIndex.load(tmp_path)
+    assert (index.ids(), index.quarantined) == ([id_of(5)], {})
+    write(tmp_path, 2, bad)
+    assert StoreIndex.load(tmp_path).quarantined == {id_of(0): bad}
+
+
 def test_attempts_without_outcome_are_counted_by_life(tmp_path: Path) -> None:
     ids = [id_of(n) for n in range(5)]
     write(tmp_path, 0, Attempt(tuple(ids[:3])), commit(0, 1, {0: BOTH}))

@@ -19,10 +19,10 @@ from wellhead.core import INPUT_IDS
 from wellhead.errors import StoreDamaged
 from wellhead.paths import RunPaths
 from wellhead.store.columns import Columns, distinct_rows
-from wellhead.store.gather import Gathered, LedgerInfo, LedgerProblem, ShardInfo, gather
+from wellhead.store.gather import Gathered, LedgerInfo, LedgerProblem, Position, ShardInfo, gather
 from wellhead.store.head import in_stored_order
 from wellhead.store.ledger import read_record
-from wellhead.store.records import Commit, Quarantine, Replace, Retired, Tombstone, split_ids
+from wellhead.store.records import ID_BYTES, Commit, Quarantine, Replace, Retired, Tombstone, split_ids
 
 T = TypeVar("T")
 
@@ -172,12 +172,26 @@ class StoreIndex:
         return [first[name] for name in sorted(first)]
 
     def _quarantined(self, gathered: Gathered) -> dict[str, Quarantine]:
-        latest = {record.id: (position, record) for position, record in _sorted(gathered.quarantines)}
+        """A later commit ends a quarantine for good, also if its shard was lost since: it can be captured."""
+        counting = [(position, record) for position, record in gathered.quarantines if gathered.counts(position)]
+        latest = {record.id: (position, record) for position, record in _sorted(counting)}
+        lost = self._lost_commits(gathered) if latest else []
         out = {}
         for id, (position, record) in latest.items():
-            commits = (self.shards[at].position for at in self._columns.shards_of(id))
-            if gathered.counts(position) and not any(commit > position for commit in commits):
+            commits = [self.shards[at].position for at in self._columns.shards_of(id)]
+            commits += [at for at, ids in lost if id in ids]
+            if not any(commit > position for commit in commits):
                 out[id] = record
+        return out
+
+    def _lost_commits(self, gathered: Gathered) -> list[tuple[Position, frozenset[str]]]:
+        """The shards that do not count any more: where they were recorded, and what they held."""
+        out, first = [], 0
+        for shard in gathered.shards:
+            end = first + ID_BYTES * shard.samples
+            if shard.name in self.removed and gathered.counts(shard.position):
+                out.append((shard.position, frozenset(split_ids(gathered.ids[first:end].hex()))))
+            first = end
         return out
 
 
