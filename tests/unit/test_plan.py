@@ -364,3 +364,19 @@ def test_an_unwritable_folder_and_a_missing_file_are_usage_errors(tmp_path: Path
         make_plan(tmp_path / "file", data, model)
     with pytest.raises(UsageError, match="cannot read the data file"):
         make_plan(tmp_path / "run", tmp_path / "none.jsonl", model)
+
+
+@pytest.mark.slow
+def test_memory_is_flat_in_the_file_s_size(tmp_path: Path, model: Path) -> None:
+    peaks = []
+    for count in (1_500, 9_000):
+        rows = [talk(f"question {n} " + "x y " * 100, "answer " * 20) for n in range(count)]
+        data = write(tmp_path / f"{count}.jsonl", rows)
+        code = (
+            "import resource; from pathlib import Path; from wellhead.plan import make_plan\n"
+            f"make_plan(Path({str(tmp_path / f'run{count}')!r}), Path({str(data)!r}), Path({str(model)!r}))\n"
+            "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)\n"
+        )
+        done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=280)
+        peaks.append(int(done.stdout))
+    assert peaks[1] - peaks[0] < 40 << 20, peaks
