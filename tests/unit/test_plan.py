@@ -369,7 +369,7 @@ def test_an_unwritable_folder_and_a_missing_file_are_usage_errors(tmp_path: Path
 @pytest.mark.slow
 def test_memory_is_flat_in_the_file_s_size(tmp_path: Path, model: Path) -> None:
     peaks = []
-    for count in (1_500, 9_000):
+    for count in (1_200, 4_800):
         rows = [talk(f"question {n} " + "x y " * 100, "answer " * 20) for n in range(count)]
         data = write(tmp_path / f"{count}.jsonl", rows)
         code = (
