@@ -171,6 +171,8 @@ def load_engine(prepared: Prepared, index: StoreIndex, say: Callable[[str], None
             f"cut rows with --max-length {info.max_tokens}",
         )
     asyncio.run(engine.preflight())
+    for note in info.notes:
+        say(f"note: {note}")
     for name in prepared.tensors:
         say(f"{name} is taken at {info.capture_points[name]}")
     return engine

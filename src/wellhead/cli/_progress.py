@@ -56,8 +56,10 @@ class Plain(Silent):
 
     def show(self, snapshot: Snapshot) -> None:
         now = time.monotonic()
+        if snapshot["state"] != "running":
+            return  # the verb's result says how it ended
         changed = snapshot["doing"] != self._doing and snapshot["doing"] not in ("capturing", "committing")
-        if changed or now - self._last >= PLAIN_EVERY_S or snapshot["state"] != "running":
+        if changed or now - self._last >= PLAIN_EVERY_S:
             self._last, self._doing = now, snapshot["doing"]
             self._console.print(f"{time.strftime('%H:%M:%S')} {line(snapshot)}", soft_wrap=True)
 

@@ -32,6 +32,8 @@ class EngineInfo:
     """Tokens, padding included, that one call of `capture` should hold at most; a longer sample goes alone."""
     batch_samples: int
     capture_points: Mapping[str, str]
+    notes: tuple[str, ...] = ()
+    """What an operator should know before hours are spent: a slow dtype, modules on another device."""
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -41,6 +43,7 @@ class EngineInfo:
             "final": self.final,
             "max_tokens": self.max_tokens,
             "capture_points": dict(self.capture_points),
+            "notes": list(self.notes),
         }
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -35,6 +36,9 @@ if TYPE_CHECKING:
 CPU_BATCH = (2048, 16)
 CUDA_BATCH = (16384, 64)
 """(padded tokens, samples) of a batch. On two cores, larger batches are no faster; on a GPU small ones starve it."""
+
+SLOW_BF16 = 3.0
+"""From this slowdown on, bf16 on a CPU is worth a word."""
 
 _NO_MEMORY = ("out of memory", "can't allocate memory", "not enough memory")
 
@@ -78,6 +82,7 @@ class TransformersEngine:
             batch_tokens=batch_tokens,
             batch_samples=batch_samples,
             capture_points=capture_points(self._decoder, self._tensors, final),
+            notes=_notes(self._device, dtype),
         )
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="wellhead-engine")
         self._closed = False
@@ -210,6 +215,36 @@ class TransformersEngine:
         finally:
             for handle in handles:
                 handle.remove()
+
+
+def bf16_slowdown() -> float:
+    """How many times slower this CPU multiplies bf16 matrices than float32 ones: below 1 with bf16 instructions, 30
+    and more without. Measured on a small product in one thread, since several wait for each other on busy cores."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        return _seconds_of_a_product(torch.bfloat16) / _seconds_of_a_product(torch.float32)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _seconds_of_a_product(dtype: torch.dtype) -> float:
+    a, b = torch.ones(64, 512, dtype=dtype), torch.ones(512, 512, dtype=dtype)
+    times = []
+    for _ in range(4):  # the first sets the kernel up
+        began = time.perf_counter()
+        torch.nn.functional.linear(a, b)
+        times.append(time.perf_counter() - began)
+    return min(times)
+
+
+def _notes(device: torch.device, dtype: Dtype) -> tuple[str, ...]:
+    if device.type != "cpu" or dtype != "bfloat16":
+        return ()
+    slower = bf16_slowdown()
+    if slower < SLOW_BF16:
+        return ()
+    return (f"this CPU multiplies bf16 {slower:.0f} times slower than float32: --dtype float32 is faster here",)
 
 
 class _Enough(Exception):
