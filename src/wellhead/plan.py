@@ -17,8 +17,8 @@ from wellhead.dataset.overlay import ControlTokens, MaskPolicy, Overlay
 from wellhead.errors import DiskFull, PreflightRefused, RunHeld, UsageError, is_no_room
 from wellhead.identity import model_shape
 from wellhead.paths import RunPaths
-from wellhead.plan_file import PlanHead, SourceFile
-from wellhead.plan_read import Plan, PlanRow
+from wellhead.plan_file import PlanHead, SourceFile, file_xxh3
+from wellhead.plan_read import Plan, PlanRow, Pointer
 from wellhead.store.atomic import POSIX, Disk, write_atomic
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ def make_plan(
         raise rejection(data, *next(plan.rejects()))
     if in_force is None or in_force.number != plan.number:
         with _disk_errors(paths.plans):
-            write_atomic(paths.current_plan, f"{plan.path.name}\n".encode(), disk)
+            write_atomic(paths.current_plan, Pointer(plan.path, file_xxh3(plan.path)).to_bytes(), disk)
     return plan
 
 

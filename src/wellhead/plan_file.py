@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+import xxhash
 
 from wellhead.core import SCHEMA_VERSION
 from wellhead.dataset.overlay import Overlay
@@ -40,6 +41,8 @@ if TYPE_CHECKING:
 GROUP_TOKENS = 1 << 19
 GROUP_ROWS = 1 << 14
 """A row group ends at the first of the two. Reading one sample reads one group: a few milliseconds and megabytes."""
+
+_PIECE_BYTES = 4 << 20
 
 METADATA_KEY = b"wellhead"
 
@@ -169,6 +172,15 @@ class PlanWriter:
         if self._rows:
             self._parquet.write_table(_table(self._rows), row_group_size=GROUP_ROWS)
             self._rows, self._tokens = [], 0
+
+
+def file_xxh3(path: Path) -> int:
+    """XXH3-64 of a whole file. Raises OSError."""
+    digest = xxhash.xxh3_64()
+    with path.open("rb") as file:
+        while piece := file.read(_PIECE_BYTES):
+            digest.update(piece)
+    return digest.intdigest()
 
 
 def read_head(file: pq.ParquetFile, path: Path) -> PlanHead:

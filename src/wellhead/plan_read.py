@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 import threading
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 _CACHED_GROUPS = 8
+_POINTER = re.compile(r"(?P<number>[0-9]{1,9})\.parquet (?P<xxh3>[0-9a-f]{16})\n")
 _ROW_COLUMNS = ["line", "id", "tokens", "full_tokens", "supervised_tokens", "generation", "reason"]
 
 
@@ -40,6 +42,34 @@ class PlanRow:
     supervised_tokens: int
     generation: int
     reason: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Pointer:
+    """plan/current: which plan is in force, and the XXH3-64 of its file, which only `verify` computes again."""
+
+    path: Path
+    xxh3: int
+
+    def to_bytes(self) -> bytes:
+        return f"{self.path.name} {self.xxh3:016x}\n".encode()
+
+    @classmethod
+    def read(cls, paths: RunPaths) -> Pointer | None:
+        """None if there is no plan yet. Raises StoreDamaged if the pointer leads nowhere."""
+        try:
+            text = paths.current_plan.read_text("utf-8")
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        except (OSError, ValueError) as error:
+            raise StoreDamaged(f"cannot read {paths.current_plan}: {error}", "plan again") from error
+        match = _POINTER.fullmatch(text)
+        if match is None:
+            raise StoreDamaged(f"{paths.current_plan} names no plan: {text[:80]!r}", "remove it and plan again")
+        path = paths.plan(int(match["number"]))
+        if not path.exists():
+            raise StoreDamaged(f"{paths.current_plan} names {path.name}, which is gone", "remove it and plan again")
+        return cls(path, int(match["xxh3"], 16))
 
 
 class Plan:
@@ -64,20 +94,8 @@ class Plan:
     @classmethod
     def find(cls, run_dir: Path) -> Plan | None:
         """The plan in force, None if there is none yet. Raises StoreDamaged if the pointer leads nowhere."""
-        paths = RunPaths(run_dir)
-        try:
-            name = paths.current_plan.read_text("utf-8").strip()
-        except (FileNotFoundError, NotADirectoryError):
-            return None
-        except (OSError, ValueError) as error:
-            raise StoreDamaged(f"cannot read {paths.current_plan}: {error}", "plan again") from error
-        stem = name.removesuffix(".parquet")
-        if not (stem.isascii() and stem.isdigit()):
-            raise StoreDamaged(f"{paths.current_plan} names no plan: {name[:80]!r}", "remove it and plan again")
-        path = paths.plan(int(stem))
-        if not path.exists():
-            raise StoreDamaged(f"{paths.current_plan} names {path.name}, which is gone", "remove it and plan again")
-        return cls(path)
+        pointer = Pointer.read(RunPaths(run_dir))
+        return None if pointer is None else cls(pointer.path)
 
     @classmethod
     def current(cls, run_dir: Path) -> Plan:

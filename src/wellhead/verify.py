@@ -17,6 +17,8 @@ import xxhash
 from wellhead.core import sample_id
 from wellhead.errors import StoreDamaged, WellheadError
 from wellhead.finding import HARMLESS, Finding, Kind
+from wellhead.plan_file import file_xxh3
+from wellhead.plan_read import Pointer
 from wellhead.run import Run
 from wellhead.store.atomic import TEMP_PREFIX
 from wellhead.store.index import ShardInfo
@@ -89,8 +91,12 @@ def _ledgers(run: Run) -> Iterator[Finding]:
 
 
 def _plan(run: Run, deep: bool) -> Iterator[Finding]:
-    """The plan's columns; with `deep` its token ids too, whose hashes the sample ids must be."""
+    """The plan's file has the hash that was recorded; with `deep` its sample ids are the hashes of their token ids."""
     try:
+        pointer = Pointer.read(run.paths)
+        if pointer is None or file_xxh3(pointer.path) != pointer.xxh3:
+            yield Finding("corrupt", f"{run.plan.path} is not the file that {run.paths.current_plan} recorded")
+            return
         ids = run.plan.ids()
         for position, id in enumerate(ids if deep else ()):
             sample = run.plan.sample_at(position)
