@@ -12,11 +12,13 @@ import signal
 import subprocess
 import sys
 import time
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import wellhead
 from wellhead.paths import RunPaths
+from wellhead.plan import Plan
 from wellhead.store.index import StoreIndex
 from wellhead.units import format_bytes, format_duration
 
@@ -26,6 +28,7 @@ RUN = ROOT / "run"
 SUMMARY = ROOT / "summary.json"
 MODEL = "smollm2-demo"
 EXTRACT = ("extract", str(DATA), "--model", MODEL, "--out", str(RUN), "--shard-seconds", "2")
+TENSORS = ("r2", "r15", "r27", "final")
 
 
 def main() -> None:
@@ -40,9 +43,10 @@ def main() -> None:
         show_again(planned)
         return
     heading("2. extract, and a SIGKILL in the middle of it")
-    committed = extract_and_kill()
+    extract = (*EXTRACT, "--dtype", fast_dtype())
+    committed = extract_and_kill(extract)
     heading("3. extract again: it goes on where the ledger says")
-    done, resume_s = resume()
+    done, resume_s = resume(extract)
     lost = len(committed - recorded_ids())
     heading("4. verify: every byte read, and 4 samples computed again by an independent path")
     proof = wellhead_json("verify", str(RUN), "--deep", "--recapture", "4")
@@ -55,22 +59,35 @@ def main() -> None:
         "ratio": round(done["stored_bytes"] / done["raw_bytes"], 4),
         "tokens_per_s": done["captured_tokens_per_s"],
         "verify_ok": proof["ok"],
+        "dtype": wellhead.open(RUN).spec.compute_dtype,
+        "committed_before_kill": len(committed),
         "kill_lost": lost,
         "resume_s": round(resume_s, 1),
         "layers": [{key: layer[key] for key in ("name", "own_error", "neighbour_error")} for layer in proof["layers"]],
         "seconds": round(time.monotonic() - began, 1),
     }
     heading("what this showed")
-    show(planned, summary, len(committed))
+    show(planned, summary)
     if done["raw_bytes"] != planned["raw_bytes"] or lost or not proof["ok"]:
         raise SystemExit("the demo found something wrong: see above")
     SUMMARY.write_text(json.dumps(summary, indent=2) + "\n")
     say(f"written to {SUMMARY}; the run is {RUN}: try `wellhead status {RUN}`")
 
 
-def extract_and_kill() -> set[str]:
+def fast_dtype() -> str:
+    """bfloat16, unless this CPU has no instructions for it and would take ten times as long."""
+    from wellhead.engines.transformers import SLOW_BF16, bf16_slowdown
+
+    slower = bf16_slowdown()
+    if slower < SLOW_BF16:
+        return "bfloat16"
+    say(f"this CPU multiplies bf16 {slower:.0f} times slower than float32: computing in float32, storing bf16")
+    return "float32"
+
+
+def extract_and_kill(extract: tuple[str, ...]) -> set[str]:
     """Starts an extraction, kills it -9 once something is committed and more is in hand. Ids committed by then."""
-    with subprocess.Popen(command(*EXTRACT), stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(command(*extract), stdout=subprocess.PIPE, text=True) as process:
         while process.poll() is None:
             time.sleep(0.2)
             status = latest_status()
@@ -85,14 +102,12 @@ def extract_and_kill() -> set[str]:
     return committed
 
 
-def resume() -> tuple[dict[str, Any], float]:
+def resume(extract: tuple[str, ...]) -> tuple[dict[str, Any], float]:
     """Runs the same command again. Its result, and the seconds from its start to its first batch."""
     started = time.time()
-    done = wellhead_json(*EXTRACT)
+    done = wellhead_json(*extract)
     events = max(RunPaths(RUN).writers.glob("*/events.jsonl")).read_text().splitlines()
     capturing = next(event for event in map(json.loads, events) if event["kind"] == "capturing")
-    from datetime import datetime
-
     return done, datetime.fromisoformat(capturing["time"]).timestamp() - started
 
 
@@ -103,13 +118,11 @@ def latest_status() -> dict[str, Any] | None:
 
 def recorded_ids() -> set[str]:
     """What a reader sees as done, by the ledgers alone."""
-    plan = wellhead.plan.Plan.current(RUN)
-    tensors = ("r2", "r15", "r27", "final")
-    ids = [item.id for item in plan.items()]
-    return set(ids) - set(StoreIndex.load(RUN).missing(ids, tensors))
+    ids = [item.id for item in Plan.current(RUN).items()]
+    return set(ids) - set(StoreIndex.load(RUN).missing(ids, TENSORS))
 
 
-def show(planned: dict[str, Any], summary: dict[str, Any], committed: int) -> None:
+def show(planned: dict[str, Any], summary: dict[str, Any]) -> None:
     exact = "equal to the byte" if planned["raw_bytes"] == summary["raw_bytes"] else "DIFFERENT"
     say(f"predicted {planned['raw_bytes']:,} raw bytes, stored {summary['raw_bytes']:,}: {exact}")
     say(
@@ -117,7 +130,7 @@ def show(planned: dict[str, Any], summary: dict[str, Any], committed: int) -> No
         f"ratio {summary['ratio']:.3f}, lossless"
     )
     say(
-        f"killed -9 in mid-run: {committed} committed samples before, {summary['kill_lost']} of them lost, "
+        f"killed -9 in mid-run with {summary['committed_before_kill']} samples committed: {summary['kill_lost']} lost, "
         f"capturing again {format_duration(summary['resume_s'])} after the restart"
     )
     say("relative error of a row against an independent run, and of its nearest neighbouring layer:")
@@ -129,16 +142,18 @@ def show(planned: dict[str, Any], summary: dict[str, Any], committed: int) -> No
         )
     verdict = "sound" if summary["verify_ok"] else "NOT SOUND"
     say(
-        f"{summary['samples']} samples, {summary['tokens']:,} tokens, {summary['tokens_per_s']:,.0f} tok/s; "
+        f"{summary['samples']} samples, {summary['tokens']:,} tokens, {summary['tokens_per_s']:,.0f} tok/s "
+        f"in {summary['dtype']}; "
         f"verify: {verdict}; {format_duration(summary['seconds'])} in all"
     )
 
 
 def show_again(planned: dict[str, Any]) -> None:
     heading("2. extract")
-    wellhead_json(*EXTRACT)
+    summary = json.loads(SUMMARY.read_text())
+    wellhead_json(*EXTRACT, "--dtype", summary["dtype"])
     heading("what the first run showed")
-    show(planned, json.loads(SUMMARY.read_text()), committed=-1)
+    show(planned, summary)
 
 
 def command(*arguments: str) -> list[str]:

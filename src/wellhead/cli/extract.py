@@ -7,9 +7,21 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from wellhead.cli._options import (
+    CodecName,
+    Control,
+    Date,
+    Layers,
+    Mask,
+    MaxLength,
+    Reserve,
+    Strict,
+    TemplateArg,
+    size,
+    template_args,
+)
 from wellhead.cli._shared import output
-from wellhead.core import Codec, Dtype, FinalNorm
-from wellhead.dataset.overlay import MaskPolicy
+from wellhead.core import Dtype, FinalNorm
 from wellhead.engines.base import EngineName
 from wellhead.errors import CompleteWithRejects
 
@@ -22,30 +34,28 @@ def extract(
     data: Annotated[Path, typer.Argument(help="JSONL file of conversations.")],
     model: Annotated[str, typer.Option("--model", "--model-path", help="Model folder, or smollm2-demo.")],
     out: Annotated[Path, typer.Option("--out", help="Run folder; resumes when it exists.")],
-    layers: Annotated[
-        str | None,
-        typer.Option(help="r_k numbers such as 3,31,59, or block-output:2,30,58. Default: r_2, r_n/2, r_n-3."),
-    ] = None,
+    layers: Layers = None,
     engine: Annotated[
         EngineName, typer.Option(help="transformers; stub: made-up states, for rehearsal.")
     ] = "transformers",
     dtype: Annotated[Dtype, typer.Option(help="What computes; stored is always bf16.")] = "bfloat16",
     final: Annotated[FinalNorm, typer.Option(help="The final state: after the final norm, or before.")] = "post_norm",
-    mask: Annotated[MaskPolicy, typer.Option(help="Which turns are supervised.")] = "all-assistant",
-    max_length: Annotated[
-        int | None, typer.Option("--max-length", "--seq-length", help="Cut rows at so many tokens.")
-    ] = None,
-    codec: Annotated[Codec, typer.Option(help="planes-zstd (lossless), or raw: plain safetensors.")] = "planes-zstd",
+    mask: Mask = "all-assistant",
+    max_length: MaxLength = None,
+    template_arg: TemplateArg = None,
+    date: Date = None,
+    control_tokens: Control = "reject",
+    codec: CodecName = "planes-zstd",
     shard_bytes: Annotated[str, typer.Option(help="Close a shard at this size.")] = "1GiB",
     shard_seconds: Annotated[
         float | None, typer.Option(help="Close a shard at this age, whatever its size. Default: 30 s and ≥ 64 MiB.")
     ] = None,
-    reserve: Annotated[str, typer.Option(help="Disk space to leave free, such as 400GB.")] = "0",
+    reserve: Reserve = "0",
     disk_wait: Annotated[float, typer.Option(help="Seconds to wait for space before exit 13.")] = 600.0,
     max_failure_rate: Annotated[float, typer.Option(help="Give up (exit 12) above this share of failures.")] = 0.03,
     retry_quarantined: Annotated[bool, typer.Option(help="Try samples again that were quarantined.")] = False,
     mix_engines: Annotated[bool, typer.Option(help="Go on with another engine or version than before.")] = False,
-    strict: Annotated[bool, typer.Option(help="Exit 8 if any row is rejected, before anything is captured.")] = False,
+    strict: Strict = False,
     fault: Annotated[str | None, typer.Option(help="Fault script of the stub engine.")] = None,
 ) -> None:
     """Captures the states of every conversation into a run folder, and resumes one."""
@@ -55,7 +65,6 @@ def extract(
     from wellhead.extract import extract as run_extract
     from wellhead.plan import PlanOptions
     from wellhead.prepare import Observer, Request
-    from wellhead.units import parse_size
 
     request = Request(
         data=data,
@@ -65,11 +74,11 @@ def extract(
         engine=engine,
         dtype=dtype,
         final=final,
-        plan=PlanOptions(mask=mask, max_length=max_length, strict=strict),
+        plan=PlanOptions(mask, max_length, date, template_args(template_arg), control_tokens, strict),
         codec=codec,
-        shard_bytes=parse_size(shard_bytes),
+        shard_bytes=size("--shard-bytes", shard_bytes),
         shard_seconds=shard_seconds,
-        reserve_bytes=parse_size(reserve),
+        reserve_bytes=size("--reserve", reserve),
         disk_wait_s=disk_wait,
         max_failure_rate=max_failure_rate,
         retry_quarantined=retry_quarantined,

@@ -11,6 +11,19 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from wellhead.cli._options import (
+    CodecName,
+    Control,
+    Date,
+    Layers,
+    Mask,
+    MaxLength,
+    Reserve,
+    Strict,
+    TemplateArg,
+    size,
+    template_args,
+)
 from wellhead.cli._shared import output
 from wellhead.errors import DoesNotFit, OtherSpec, UsageError
 
@@ -30,30 +43,19 @@ def plan(
     context: typer.Context,
     data: Annotated[Path | None, typer.Argument(help="JSONL file of conversations.")] = None,
     model: Annotated[str | None, typer.Option("--model", "--model-path", help="Model folder, or smollm2-demo.")] = None,
-    layers: Annotated[
-        str | None,
-        typer.Option(help="r_k numbers such as 3,31,59, or block-output:2,30,58. Default: r_2, r_n/2, r_n-3."),
-    ] = None,
+    layers: Layers = None,
     out: Annotated[
         Path | None, typer.Option(help="Run folder to plan for and to leave the plan in; none: leave nothing.")
     ] = None,
-    reserve: Annotated[str, typer.Option(help="Disk space to leave free, such as 400GB.")] = "0",
+    reserve: Reserve = "0",
     free: Annotated[str | None, typer.Option(help="Free space to assume, such as 2.7TB. Default: measured.")] = None,
-    mask: Annotated[str, typer.Option(help="Supervised turns: all-assistant or last-assistant.")] = "all-assistant",
-    max_length: Annotated[
-        int | None, typer.Option("--max-length", "--seq-length", help="Cut rows at so many tokens.")
-    ] = None,
-    template_arg: Annotated[
-        list[str] | None, typer.Option(help="NAME=JSON for the chat template, such as enable_thinking=false.")
-    ] = None,
-    date: Annotated[
-        str | None, typer.Option(help="The day or time that the template sees. Default: the run's first, else now.")
-    ] = None,
-    control_tokens: Annotated[
-        str, typer.Option(help="Rows whose text contains a control token: reject or keep.")
-    ] = "reject",
-    codec: Annotated[str, typer.Option(help="planes-zstd (lossless) or raw (plain safetensors).")] = "planes-zstd",
-    strict: Annotated[bool, typer.Option(help="Exit 8 at the first row that is rejected.")] = False,
+    mask: Mask = "all-assistant",
+    max_length: MaxLength = None,
+    template_arg: TemplateArg = None,
+    date: Date = None,
+    control_tokens: Control = "reject",
+    codec: CodecName = "planes-zstd",
+    strict: Strict = False,
     tokens_per_s: Annotated[
         str | None, typer.Option(help="A measured speed, to forecast the time: 800, or a range 700-900.")
     ] = None,
@@ -71,16 +73,14 @@ def plan(
     from wellhead.plan import PlanOptions
 
     options = PlanOptions(
-        mask=_one_of("mask", mask, ("all-assistant", "last-assistant")),
+        mask=mask,
         max_length=max_length,
         date=date,
-        template_args=_template_args(template_arg or []),
-        control_tokens=_one_of("control-tokens", control_tokens, ("reject", "keep")),
+        template_args=template_args(template_arg),
+        control_tokens=control_tokens,
         strict=strict,
     )
-    asked = _Asked(
-        layers, out, _one_of("codec", codec, ("planes-zstd", "raw")), _room(out, free, reserve), tokens_per_s, observed
-    )
+    asked = _Asked(layers, out, codec, _room(out, free, reserve), tokens_per_s, observed)
     say = output(context)
     if lengths is not None:
         if data is not None:
@@ -244,19 +244,10 @@ def _read_lengths(file: Path) -> NDArray[np.int64]:
 def _room(out: Path | None, free: str | None, reserve: str) -> Room:
     from wellhead.disk import Room, room
 
-    reserve_bytes = _size("reserve", reserve)
+    reserve_bytes = size("--reserve", reserve)
     if free is not None:
-        return Room(_size("free", free), None, reserve_bytes)
+        return Room(size("--free", free), None, reserve_bytes)
     return room(out or Path.cwd(), reserve_bytes)
-
-
-def _size(name: str, text: str) -> int:
-    from wellhead.units import parse_size
-
-    try:
-        return parse_size(text)
-    except UsageError as error:
-        raise UsageError(f"--{name}: {error.message}", error.hint) from error
 
 
 def _seconds(text: str, tokens: int) -> tuple[float, float]:
@@ -271,24 +262,3 @@ def _seconds(text: str, tokens: int) -> tuple[float, float]:
 
 def _tokens_left(prediction: Prediction) -> int:
     return round(prediction.tokens * prediction.needed_bytes / max(prediction.stored_bytes, 1))
-
-
-def _template_args(pairs: list[str]) -> dict[str, Any]:
-    import json
-
-    arguments: dict[str, Any] = {}
-    for pair in pairs:
-        name, equals, text = pair.partition("=")
-        if not equals or not name.isidentifier():
-            raise UsageError(f"--template-arg {pair!r} is not NAME=VALUE", "such as enable_thinking=false")
-        try:
-            arguments[name] = json.loads(text)
-        except ValueError:
-            arguments[name] = text  # plain words need no quotes
-    return arguments
-
-
-def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> Any:
-    if value not in allowed:
-        raise UsageError(f"--{name} {value!r} is unknown", f"it is {' or '.join(allowed)}")
-    return value

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 
+from wellhead.cli._options import RunFolder
 from wellhead.cli._shared import output
 
 
 def status(
     context: typer.Context,
-    run: Annotated[Path, typer.Argument(help="Run folder.")],
+    run: RunFolder,
 ) -> None:
     """Where a run stands. Reads only."""
     from wellhead.status import read_status

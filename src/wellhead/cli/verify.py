@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from wellhead.cli._options import RunFolder
 from wellhead.cli._shared import output
 from wellhead.errors import FindingsFound
 
@@ -18,7 +19,7 @@ SHOWN = 20
 
 def verify(
     context: typer.Context,
-    run: Annotated[Path, typer.Argument(help="Run folder.")],
+    run: RunFolder,
     deep: Annotated[bool, typer.Option("--deep", help="Read, hash and decode every tensor.")] = False,
     recapture: Annotated[
         int, typer.Option(min=0, metavar="N", help="Compute N samples again, in other company, and compare.")
