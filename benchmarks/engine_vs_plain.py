@@ -4,8 +4,9 @@
     plain      the whole model, `output_hidden_states=True`, one `torch.save` a sample; the same batches, same dtype
     engine     `TransformersEngine.capture` of the default layers and the final state, nothing written
     prefill    the engine's own forward pass with nothing captured: the speed that it could reach at best
+    extract    `wellhead extract` itself once its engine is loaded: checked, encoded, durable, recorded
 
-The three run in turn over the same batches, so that a busy machine slows all of them alike; figures are the median of
+They run in turn over the same batches, so that a busy machine slows all of them alike; figures are the median of
 the rounds with the range, in wall clock and in CPU seconds (the steadier of the two), and ratios are taken per round.
 `METHODS` is a table: another way to run the same batches (a whole `extract`, say) is one more entry.
 
@@ -17,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import json
 import os
 import platform
@@ -34,11 +36,33 @@ import transformers
 from wellhead.batching import batches
 from wellhead.core import FINAL, PlanItem, Sample, default_layers, layer_name
 from wellhead.engines.transformers import TransformersEngine
+from wellhead.extract import capture_all
 from wellhead.identity import model_shape, resolve_model
 from wellhead.preflight import make_sample
+from wellhead.prepare import Observer, Request, prepared, write_manifest
 from wellhead.reference import load_model, pad_right
+from wellhead.session import session
 
 DATA = Path(__file__).parent.parent / "demo" / "conversations.jsonl"
+
+
+class Clock:
+    """Wall and CPU seconds of the innermost `with`: a method may leave its own preparation out."""
+
+    def __init__(self) -> None:
+        self.wall = self.cpu = 0.0
+        self._begun: list[tuple[float, float]] = []
+        self._has_inner = False
+
+    def __enter__(self) -> None:
+        self._has_inner = False
+        self._begun.append((time.perf_counter(), time.process_time()))
+
+    def __exit__(self, *_: object) -> None:
+        wall, cpu = self._begun.pop()
+        if not self._has_inner:
+            self.wall, self.cpu = time.perf_counter() - wall, time.process_time() - cpu
+        self._has_inner = bool(self._begun)
 
 
 @dataclass(frozen=True)
@@ -47,7 +71,9 @@ class Setting:
     dtype: Any
     layers: tuple[int, ...]
     units: Sequence[Sequence[Sample]]
+    rows: int
     scratch: Path
+    clock: Clock
 
 
 def plain(setting: Setting) -> Callable[[], None]:
@@ -94,7 +120,34 @@ def prefill(setting: Setting) -> Callable[[], None]:
     return run
 
 
-METHODS: dict[str, Callable[[Setting], Callable[[], None]]] = {"plain": plain, "engine": engine, "prefill": prefill}
+def extract(setting: Setting) -> Callable[[], None]:
+    loaded = TransformersEngine(setting.model_dir, setting.layers, dtype=setting.dtype)
+    observer = Observer(_ignore, _ignore, _ignore, lambda: False)
+    data = setting.scratch / "rows.jsonl"
+    data.write_text("".join(DATA.read_text(encoding="utf-8").splitlines(keepends=True)[: setting.rows]))
+    numbers = itertools.count()
+
+    def run() -> None:
+        request = Request(data, str(setting.model_dir), setting.scratch / f"run-{next(numbers)}", dtype=setting.dtype)
+        with prepared(request, observer) as run, session(run, observer) as opened:
+            write_manifest(run, loaded)
+            opened.begin(loaded)
+            with setting.clock:
+                asyncio.run(capture_all(opened, loaded, observer.stop_asked))
+
+    return run
+
+
+def _ignore(_: object) -> None:
+    return None
+
+
+METHODS: dict[str, Callable[[Setting], Callable[[], None]]] = {
+    "plain": plain,
+    "engine": engine,
+    "prefill": prefill,
+    "extract": extract,
+}
 
 
 def samples(model_dir: Path, rows: int) -> list[Sample]:
@@ -116,10 +169,10 @@ def measure(setting: Setting, rounds: int) -> dict[str, list[tuple[float, float]
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in runs}
     for turn in range(rounds + 1):
         for name, run in runs.items():
-            wall, cpu = time.perf_counter(), time.process_time()
-            run()
+            with setting.clock:
+                run()
             if turn:
-                times[name].append((time.perf_counter() - wall, time.process_time() - cpu))
+                times[name].append((setting.clock.wall, setting.clock.cpu))
     return times
 
 
@@ -127,7 +180,7 @@ def report(times: dict[str, list[tuple[float, float]]], tokens: int) -> None:
     for name, rounds in times.items():
         speeds = [tokens / wall for wall, _ in rounds]
         print(f"{name:8} {statistics.median(speeds):7.0f} tok/s  ({min(speeds):.0f} to {max(speeds):.0f})")
-    for over, under in (("engine", "plain"), ("engine", "prefill")):
+    for over, under in (("engine", "plain"), ("engine", "prefill"), ("extract", "prefill")):
         for at, clock in enumerate(("wall", "CPU")):
             ratios = [b[at] / a[at] for a, b in zip(times[over], times[under], strict=True)]
             spread = f"{min(ratios):.2f} to {max(ratios):.2f}"
@@ -151,7 +204,8 @@ def main() -> None:
           f"{torch.get_num_threads()} threads, {torch.backends.cpu.get_cpu_capability()}, {asked.dtype}")  # fmt: skip
     print(f"{len(found)} samples, {tokens} tokens, {len(units)} batches, {asked.rounds} rounds")
     with tempfile.TemporaryDirectory(prefix="wellhead-bench-") as scratch:
-        setting = Setting(model_dir, asked.dtype, default_layers(model_shape(model_dir).blocks), units, Path(scratch))
+        layers = default_layers(model_shape(model_dir).blocks)
+        setting = Setting(model_dir, asked.dtype, layers, units, asked.rows, Path(scratch), Clock())
         report(measure(setting, asked.rounds), tokens)
 
 

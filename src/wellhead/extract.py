@@ -49,10 +49,17 @@ def extract(request: Request, observer: Observer) -> Outcome:
         write_manifest(run, engine)
         open_session.begin(engine)
         try:
-            asyncio.run(_Extraction(open_session, engine, observer.stop_asked).run())
+            asyncio.run(capture_all(open_session, engine, observer.stop_asked))
         except (Stopped, GaveUp, DiskFull) as error:
             return Outcome(open_session.finish(error), error)
+        finally:
+            asyncio.run(engine.aclose())
         return Outcome(open_session.finish())
+
+
+async def capture_all(open_session: Session, engine: Engine, stop_asked: Callable[[], bool]) -> None:
+    """Everything that is pending. Raises Stopped, GaveUp or DiskFull, always after committing what was captured."""
+    await _Extraction(open_session, engine, stop_asked).run()
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +84,6 @@ class _Extraction:
         self._left_raw = self._.work.pending_tokens * self._.progress.bytes_per_token
 
     async def run(self) -> None:
-        """Raises Stopped, GaveUp or DiskFull, always after committing what was captured."""
         done: Captured | None = None
         try:
             for unit in self._.work.units(self._engine.describe()):
@@ -97,7 +103,6 @@ class _Extraction:
             await self._in_writer(self._commit)
             self._writer_thread.shutdown()
             await self._engine.drain()
-            await self._engine.aclose()
 
     async def _admit(self, unit: Sequence[PlanItem]) -> None:
         """Lets a batch in, or waits for space, or ends the run."""
