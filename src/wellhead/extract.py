@@ -20,7 +20,7 @@ from wellhead.core import Capture, PlanItem, Sample
 from wellhead.engines.base import Engine, Failure, Payload
 from wellhead.errors import DiskFull, GaveUp, Stopped, WellheadError
 from wellhead.guard import Level, wait_until
-from wellhead.prepare import Observer, Request, load_engine, prepared, require_room, write_manifest
+from wellhead.prepare import Observer, Request, load_engine, prepared, write_manifest
 from wellhead.session import Session, session
 from wellhead.store.records import Commit
 
@@ -44,7 +44,6 @@ def extract(request: Request, observer: Observer) -> Outcome:
     with prepared(request, observer) as run, session(run, observer) as open_session:
         if not open_session.work.lacking:
             return Outcome(open_session.finish())
-        require_room(run, open_session.work)
         engine = load_engine(run, open_session.index, observer.say)
         write_manifest(run, engine)
         open_session.begin(engine)
@@ -189,7 +188,7 @@ class _Extraction:
     def _quarantine(self, sample: Sample, why: Rejection) -> None:
         self._failed += 1
         self._.writer.quarantine(sample.id, why.reason, why.detail)
-        self._.progress.add_quarantined(self._.work.rows_of[sample.id], sample.tokens)
+        self._.progress.add_quarantined(why.reason, self._.work.rows_of[sample.id], sample.tokens)
         self._.log.line(f"quarantined {sample.id} ({sample.tokens} tokens): {why.reason}: {why.detail}")
         self._.events.write("quarantine", id=sample.id, reason=why.reason, detail=why.detail)
 

@@ -78,7 +78,8 @@ class Progress:
     rows: int
     rejected: Mapping[str, int]
     kept_before: int
-    quarantined_before: int
+    quarantine: dict[str, int]
+    """Rows in quarantine by reason; grows."""
     tokens_before: int
     raw_before: int
     stored_before: int
@@ -89,7 +90,6 @@ class Progress:
     captured: int = 0
     """Distinct states that this call committed."""
     kept_rows: int = 0
-    quarantined_rows: int = 0
     quarantined_tokens: int = 0
     captured_tokens: int = 0
     """Tokens captured by this call, committed or not."""
@@ -123,9 +123,9 @@ class Progress:
         with self._lock:
             self.in_flight = None
 
-    def add_quarantined(self, rows: int, tokens: int) -> None:
+    def add_quarantined(self, reason: str, rows: int, tokens: int) -> None:
         with self._lock:
-            self.quarantined_rows += rows
+            self.quarantine[reason] = self.quarantine.get(reason, 0) + rows
             self.quarantined_tokens += tokens
 
     def add_commit(self, rows: int, states: int, tokens: int, raw_bytes: int, stored_bytes: int) -> None:
@@ -156,7 +156,7 @@ class Progress:
         raw, stored = sum(c.raw_bytes for c in self.commits), sum(c.stored_bytes for c in self.commits)
         windows = [rate_over(self.commits, self.started, window) for window in WINDOWS_S]
         rates = list(dict.fromkeys(rate for rate in windows if rate))
-        kept, quarantined = self.kept_before + self.kept_rows, self.quarantined_before + self.quarantined_rows
+        kept, quarantined = self.kept_before + self.kept_rows, sum(self.quarantine.values())
         return {
             "state": self.state,
             "doing": self.doing,
@@ -164,6 +164,7 @@ class Progress:
             "captured": self.captured,
             "rejected": dict(self.rejected),
             "quarantined": quarantined,
+            "quarantine": dict(self.quarantine),
             "pending": self.rows - sum(self.rejected.values()) - kept - quarantined,
             "tokens": self.tokens_before + committed,
             "uncommitted_tokens": self.captured_tokens - committed,

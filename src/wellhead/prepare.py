@@ -97,6 +97,8 @@ class Prepared:
     """None until the first capture of the run is about to begin."""
     plan: Plan
     layers: tuple[int, ...]
+    index: StoreIndex
+    """As found, before anything that dead processes left behind is settled."""
 
     @property
     def tensors(self) -> tuple[str, ...]:
@@ -105,6 +107,11 @@ class Prepared:
     @property
     def bytes_per_token(self) -> int:
         return raw_bytes(1, len(self.layers), self.shape.hidden_size)
+
+    @property
+    def layer_words(self) -> list[str]:
+        """What every stored tensor is: "r_3 = after block 3 of 61"."""
+        return [*layer_words(self.layers, self.shape.blocks), final_words(self.shape.blocks, self.spec.final)]
 
     @property
     def ratio(self) -> float:
@@ -134,10 +141,12 @@ def prepared(request: Request, observer: Observer) -> Iterator[Prepared]:
     lock = RunLock.acquire(paths.root, life)
     try:
         plan = _plan(request, paths, model_dir, observer)
-        layers = layers_in_force((*asked, *(manifest.layers if manifest else ())), StoreIndex.load(paths.root))
-        for words in (*layer_words(layers, shape.blocks), final_words(shape.blocks, spec.final)):
+        index = StoreIndex.load(paths.root, spec.fingerprint)
+        layers = layers_in_force((*asked, *(manifest.layers if manifest else ())), index)
+        made = Prepared(request, paths, life, model_dir, shape, spec, manifest, plan, layers, index)
+        for words in made.layer_words:
             observer.say(words)
-        yield Prepared(request, paths, life, model_dir, shape, spec, manifest, plan, layers)
+        yield made
     finally:
         lock.release()
 

@@ -13,10 +13,14 @@ from wellhead.heartbeat import Heartbeat, Snapshot
 from wellhead.log import EventLog, RunLog
 from wellhead.metrics import Progress
 from wellhead.plan import Plan
-from wellhead.prepare import Observer, Prepared
+from wellhead.prepare import Observer, Prepared, require_room
 from wellhead.store.index import StoreIndex
 from wellhead.store.recovery import RecoveryReport, recover
 from wellhead.store.writer import StoreWriter
+from wellhead.work import quarantine_reasons
+
+DEADLY_LIVES = 3
+"""So many processes must have died with a sample in hand before that is worth a word."""
 
 
 class Session:
@@ -31,7 +35,7 @@ class Session:
             rows=run.plan.rows,
             rejected=run.plan.rejected,
             kept_before=self.work.kept_rows,
-            quarantined_before=self.work.quarantined_rows,
+            quarantine=quarantine_reasons(self.work, index),
             tokens_before=self.work.kept_tokens,
             raw_before=self.work.kept_tokens * run.bytes_per_token,
             stored_before=index.stored_bytes,
@@ -90,6 +94,7 @@ class Session:
             "free_bytes": self.guard.free(),
             "engine": self.engine.describe().to_json() if self.engine else {},
             "model": self.run.spec.model.name,
+            "layers": self.run.layer_words,
             "writer": self.run.life.id,
         }
 
@@ -98,19 +103,30 @@ class Session:
 def session(run: Prepared, observer: Observer) -> Iterator[Session]:
     """Settles what dead lives left behind, then opens this life, unless there is nothing to do for one."""
     with ExitStack() as stack:
-        index = StoreIndex.load(run.paths.root)
-        if not run.work(index).lacking and _is_settled(run, index):
+        index = run.index
+        work = run.work(index)
+        if not work.lacking and _is_settled(run, index):
             yield Session(run, index, stack)
             return
+        require_room(run, work)
         writer = StoreWriter(run.paths.root, run.life, run.spec.fingerprint, run.request.store_options)
         stack.callback(writer.close)
         report = recover(run.paths.root, writer)
-        opened = Session(run, StoreIndex.load(run.paths.root), stack)
+        opened = Session(run, report.index or StoreIndex.load(run.paths.root), stack)
         opened.open_life(writer, observer.show)
-        for words in _told(report):
+        for words in (*_told(report), *_deadly(opened)):
             observer.say(words)
             opened.log.line(words)
         yield opened
+
+
+def _deadly(opened: Session) -> list[str]:
+    """A warning about samples that several processes died with. Not more: it may have been the operator's kill."""
+    lost = opened.index.attempts_lost(list(opened.work.lacking))
+    often = sorted((id for id, lives in lost.items() if lives >= DEADLY_LIVES), key=lambda id: -lost[id])
+    if not often:
+        return []
+    return [f"{len(often)} pending samples were in hand when {DEADLY_LIVES} or more processes died; first: {often[0]}"]
 
 
 def _is_settled(run: Prepared, index: StoreIndex) -> bool:

@@ -15,6 +15,7 @@ from wellhead.layers import final_words, layer_words
 from wellhead.paths import RunPaths
 from wellhead.run import Run
 from wellhead.store.lock import Holder
+from wellhead.work import quarantine_reasons
 
 _ENDED = ("stopped", "gave_up", "disk")
 
@@ -29,7 +30,7 @@ def read_status(root: Path) -> dict[str, Any]:
     if holder is not None:
         live = _published(paths, holder.life.id)
         if live is not None:
-            return {**live, "holder": _describe(holder)}
+            return {**live, "ledger_problems": None, "holder": _describe(holder)}
         if not paths.manifest.exists():
             return {"state": "running", "doing": "planning", "holder": _describe(holder)}
     with Run(root) as run:
@@ -51,12 +52,13 @@ def _counted(run: Run, paths: RunPaths) -> dict[str, Any]:
         state = "complete_with_rejects" if rejected or work.quarantined else "complete"
     return {
         "state": state,
+        "doing": "nothing: no process works on it",
         "rows": run.plan.rows,
         "kept": work.kept_rows,
         "captured": 0,
         "rejected": rejected,
         "quarantined": work.quarantined_rows,
-        "quarantine": quarantine_reasons(run),
+        "quarantine": quarantine_reasons(work, index),
         "pending": work.pending_rows,
         "tokens": work.kept_tokens,
         "plan_tokens": work.kept_tokens + work.pending_tokens,
@@ -65,24 +67,20 @@ def _counted(run: Run, paths: RunPaths) -> dict[str, Any]:
         "stored_bytes": index.stored_bytes,
         "bytes_per_token": raw_bytes(1, len(run.layers), spec.hidden_size),
         "tokens_per_s": None,
+        "captured_tokens_per_s": None,
         "rates": last.get("rates", []),
         "eta_s": None,
         "oldest_in_flight": None,
+        "still_s": None,
+        "commits": 0,
+        "warnings": [],
         "free_bytes": free_bytes(paths.root),
+        "writer": last.get("writer"),
         "engine": last.get("engine") or {"engine": run.manifest.engine},
         "model": spec.model.name,
         "layers": [*layer_words(run.layers, spec.blocks), final_words(spec.blocks, spec.final)],
         "ledger_problems": len(index.problems),
     }
-
-
-def quarantine_reasons(run: Run) -> dict[str, int]:
-    """Rows in quarantine by reason."""
-    reasons: dict[str, int] = {}
-    for id in run.work.quarantined:
-        reason = run.index.quarantined[id].reason
-        reasons[reason] = reasons.get(reason, 0) + run.work.rows_of[id]
-    return reasons
 
 
 def _published(paths: RunPaths, life_id: str) -> dict[str, Any] | None:

@@ -50,6 +50,14 @@ class Work:
         return [batch for batch in all_batches if any(item.id in self.lacking for item in batch)]
 
 
+def quarantine_reasons(work: Work, index: StoreIndex) -> dict[str, int]:
+    """Rows in quarantine by reason."""
+    reasons: Counter[str] = Counter()
+    for id in work.quarantined:
+        reasons[index.quarantined[id].reason] += work.rows_of[id]
+    return dict(reasons)
+
+
 def pending_work(plan: Plan, index: StoreIndex, tensors: Sequence[str], retry_quarantined: bool = False) -> Work:
     """Compares the plan with the store. `tensors` are the state tensors that every kept row must have."""
     items = plan.items()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
 import signal
 import time
 from pathlib import Path
@@ -12,21 +11,11 @@ from typing import Any
 import pytest
 
 import wellhead
+from wellhead.cli._keys import KEYS
 from wellhead.testing.models import make_tiny_model
+from wellhead.testing.runs import conversation, conversations, write_rows
 
-WORDS = ("valve", "gauge", "flow", "pump", "well", "head", "stem", "bore", "drill", "mud", "casing", "packer", "choke")
-
-
-def row(text: str, answer: str = "yes it is the well head") -> dict[str, Any]:
-    return {"messages": [{"role": "user", "content": text}, {"role": "assistant", "content": answer}]}
-
-
-def rows(count: int, seed: int = 3) -> list[dict[str, Any]]:
-    rng = random.Random(seed)
-    return [
-        row(f"{n} {' '.join(rng.choices(WORDS, k=rng.randrange(2, 30)))}", " ".join(rng.choices(WORDS, k=8)))
-        for n in range(count)
-    ]
+row, rows = conversation, conversations
 
 
 class Job:
@@ -39,8 +28,7 @@ class Job:
         self.run = folder / "run"
 
     def write(self, content: list[Any]) -> None:
-        lines = [item if isinstance(item, str) else json.dumps(item) for item in content]
-        self.data.write_text("".join(line + "\n" for line in lines))
+        write_rows(self.data, content)
 
     def arguments(self, *more: object) -> list[object]:
         layers = [] if "--layers" in more else ["--layers", "1,3"]
@@ -75,6 +63,12 @@ def test_a_run_from_nothing_to_complete(job: Job) -> None:
         assert run.layers == (1, 3)
     assert result["tokens"] == tokens
     assert result["raw_bytes"] == tokens * 3 * 64 * 2
+    assert set(result) == set(KEYS["extract"])
+    status = job.cli("status", job.run, "--json").json
+    assert set(status) == set(KEYS["status"])
+    assert {key: status[key] for key in ("kept", "tokens", "raw_bytes", "stored_bytes", "layers")} == {
+        key: result[key] for key in ("kept", "tokens", "raw_bytes", "stored_bytes", "layers")
+    }
     assert result["stored_bytes"] == sum(path.stat().st_size for path in (job.run / "states").iterdir())
 
 
@@ -182,6 +176,31 @@ def test_too_many_failures_end_the_run_and_it_can_go_on(job: Job) -> None:
     assert healed["captured"] == 60 - result["kept"]
 
 
+def test_an_engine_that_dies_costs_only_what_was_in_hand(job: Job) -> None:
+    job.write(rows(40))
+    error = job("--fault", "dies:sample=30", "--shard-seconds", "0", code=1)["error"]
+    assert "RuntimeError" in error["message"]
+    kept = len(wellhead.open(job.run))
+    assert kept > 0
+    assert job()["captured"] == 40 - kept
+
+
+def test_silence_is_told_while_nothing_moves(job: Job) -> None:
+    job.write(rows(40))
+    process = job.cli.start(*job.arguments("--fault", "silence:sample=20"))
+    time.sleep(1)
+    status = wait_for(lambda: (s := job.cli("status", job.run, "--json").json).get("still_s") and s)
+    later = wait_for(lambda: (s := job.cli("status", job.run, "--json").json)["still_s"] > 10 and s)
+    process.kill()
+    _, stderr = process.communicate()
+    assert later["oldest_in_flight"]["age_s"] > status["oldest_in_flight"]["age_s"]
+    assert later["kept"] + later["pending"] == 40
+    lines = [line for line in stderr.splitlines() if "rows" in line and "capturing" in line]
+    assert len(lines) >= 1
+    (events,) = job.run.glob("writers/*/events.jsonl")
+    assert '"kind": "heartbeat"' in events.read_text()
+
+
 def test_out_of_memory_in_a_batch_is_tried_sample_by_sample(job: Job) -> None:
     job.write(rows(20))
     assert job("--fault", "oom:every=3")["kept"] == 20
@@ -242,6 +261,7 @@ def test_a_held_run_is_refused_by_name_and_free_after_a_kill(job: Job) -> None:
     process = job.cli.start(*job.arguments("--fault", "slow:seconds=0.2"))
     status = wait_for(lambda: (s := job.cli("status", job.run, "--json")).code == 0 and s.json)
     assert (status["state"], status["holder"]["pid"]) == ("running", process.pid)
+    assert status["doing"] == "planning" or set(status) == set(KEYS["status"])
     error = job(code=7)["error"]
     assert str(process.pid) in error["message"]
     process.kill()

@@ -143,9 +143,7 @@ def test_quiet_says_only_the_result(here: Here, data: Path, model: Path) -> None
     assert here("plan", data, "--model", model, "--quiet", "--json").stderr == ""
 
 
-def test_a_kept_plan_is_reused_and_truncation_is_shown(
-    here: Here, data: Path, model: Path, tmp_path: Path
-) -> None:
+def test_a_kept_plan_is_reused_and_truncation_is_shown(here: Here, data: Path, model: Path, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     first = here("plan", data, "--model", model, "--out", folder, "--max-length", 100)
     assert first.code == 0, first.stderr
@@ -265,9 +263,7 @@ def test_lengths_as_a_json_list_cut_at_a_max_length(here: Here, tmp_path: Path) 
         assert here("plan", "--lengths", file, "--hidden-size", 8, "--blocks", 9).code == 2, bad
 
 
-def test_another_model_s_run_and_a_held_one_are_left_alone(
-    here: Here, data: Path, model: Path, tmp_path: Path
-) -> None:
+def test_another_model_s_run_and_a_held_one_are_left_alone(here: Here, data: Path, model: Path, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     assert here("plan", data, "--model", model, "--out", folder).code == 0
     held = RunLock.acquire(folder, Life.this_process())

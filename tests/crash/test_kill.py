@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 import signal
 import subprocess
@@ -17,21 +16,7 @@ import pytest
 import wellhead
 from wellhead.store.index import StoreIndex
 from wellhead.testing.models import make_tiny_model
-
-WORDS = ("valve", "gauge", "flow", "pump", "well", "head", "stem", "bore", "drill", "mud", "casing", "packer", "choke")
-
-
-def write_rows(path: Path, rows: int, seed: int = 7) -> Path:
-    rng = random.Random(seed)
-    with path.open("w") as file:
-        for number in range(rows):
-            question, answer = (" ".join(rng.choices(WORDS, k=rng.randrange(3, 60))) for _ in range(2))
-            messages = [
-                {"role": "user", "content": f"{number} {question}"},
-                {"role": "assistant", "content": answer},
-            ]
-            file.write(json.dumps({"messages": messages}) + "\n")
-    return path
+from wellhead.testing.runs import conversations, write_rows
 
 
 def contents(run: Path) -> dict[str, bytes]:
@@ -47,7 +32,7 @@ def require_exact(run: Path) -> None:
     assert set(recorded.values()) == {1}
     files = {path.name: path.stat().st_size for path in (run / "states").iterdir()}
     assert files == {shard.name: shard.size for shard in index.shards}
-    assert [path for path in run.rglob(".*") if not path.name.startswith(".run.lock.after")] == []
+    assert [path for path in run.rglob(".*") if not path.name.startswith(".run.lock.")] == []
     assert not index.problems
     with wellhead.open(run) as opened:
         assert opened.findings() == []
@@ -99,7 +84,7 @@ def run_killed(cli, tmp_path: Path, arguments: list[object], kills_wanted: int, 
 @pytest.mark.timeout(900)
 def test_a_hundred_kills_of_the_stub(cli, tmp_path: Path) -> None:
     model = make_tiny_model(tmp_path / "model")
-    data = write_rows(tmp_path / "data.jsonl", 60)
+    data = write_rows(tmp_path / "data.jsonl", conversations(60))
     arguments = ["extract", data, "--model", model, "--layers", "1,3", "--engine", "stub", "--shard-seconds", "0",
                  "--fault", "slow:seconds=0.02"]  # fmt: skip
     run_killed(cli, tmp_path, arguments, 100)
@@ -109,7 +94,7 @@ def test_a_hundred_kills_of_the_stub(cli, tmp_path: Path) -> None:
 def test_ten_kills_of_the_embedded_engine(cli, tmp_path: Path) -> None:
     pytest.importorskip("torch")
     model = make_tiny_model(tmp_path / "model", weights=True)
-    data = write_rows(tmp_path / "data.jsonl", 60)
+    data = write_rows(tmp_path / "data.jsonl", conversations(60))
     arguments = ["extract", data, "--model", model, "--layers", "1,3", "--shard-seconds", "0"]
     run_killed(cli, tmp_path, arguments, 10)
 
@@ -117,7 +102,7 @@ def test_ten_kills_of_the_embedded_engine(cli, tmp_path: Path) -> None:
 def test_the_comparison_can_fail(tmp_path: Path, cli) -> None:
     """One flipped bit of one state, whole again in every hash, is seen by what the kill tests compare."""
     model = make_tiny_model(tmp_path / "model")
-    data = write_rows(tmp_path / "data.jsonl", 3)
+    data = write_rows(tmp_path / "data.jsonl", conversations(3))
     run = tmp_path / "run"
     done = cli("extract", data, "--model", model, "--layers", "1,3", "--engine", "stub", "--out", run)
     assert done.code == 0, done.stderr

@@ -17,7 +17,8 @@ class Clock:
 
 def make(clock: Clock, **changes: object) -> Progress:
     values: dict[str, object] = {
-        "rows": 20, "rejected": {"no_assistant": 2}, "kept_before": 4, "quarantined_before": 1, "tokens_before": 400,
+        "rows": 20, "rejected": {"no_assistant": 2}, "kept_before": 4, "quarantine": {"not_finite": 1},
+        "tokens_before": 400,
         "raw_before": 4000, "stored_before": 2700, "work_tokens": 1000, "bytes_per_token": 10, "clock": clock,
     }  # fmt: skip
     return Progress(**(values | changes))  # type: ignore[arg-type]
@@ -56,9 +57,10 @@ def test_the_account_always_adds_up() -> None:
         total = sum(snapshot["rejected"].values()) + snapshot["kept"] + snapshot["quarantined"] + snapshot["pending"]
         assert total == 20
         progress.add_commit(rows=2, states=1, tokens=100, raw_bytes=1000, stored_bytes=670)
-        progress.add_quarantined(rows=1, tokens=50)
+        progress.add_quarantined("zero_rows", rows=1, tokens=50)
     snapshot = progress.snapshot()
     assert (snapshot["kept"], snapshot["quarantined"], snapshot["pending"], snapshot["captured"]) == (8, 3, 7, 2)
+    assert snapshot["quarantine"] == {"not_finite": 1, "zero_rows": 2}
     assert (snapshot["tokens"], snapshot["raw_bytes"], snapshot["stored_bytes"]) == (600, 6000, 4040)
 
 

@@ -341,7 +341,12 @@ def test_damaged_plans_are_named(tmp_path: Path, data: Path, model: Path) -> Non
         Plan.current(run)
     path, pointer = make_plan(run, data, model).path, RunPaths(run).current_plan
     whole = path.read_bytes()
-    for content, what in [("../../etc/passwd", "names no plan"), ("7.parquet 0123456789abcdef\n", "is gone"), ("1.parquet\n", "names no plan"), ("", "names no plan")]:
+    for content, what in [
+        ("../../etc/passwd", "names no plan"),
+        ("7.parquet 0123456789abcdef\n", "is gone"),
+        ("1.parquet\n", "names no plan"),
+        ("", "names no plan"),
+    ]:
         pointer.write_text(content)
         with pytest.raises(StoreDamaged, match=what):
             Plan.current(run)

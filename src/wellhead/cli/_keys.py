@@ -35,10 +35,8 @@ _RUN = {
     "engine": "the engine, its version and where it captures",
     "model": "the model's name",
     "layers": "the stored tensors in words",
-    "ledger_problems": "lines of ledgers that cannot be trusted; `verify` names them",
+    "writer": "the id of the life that the figures are of: a folder of writers/",
 }
-
-_EXTRACT_LACKS = ("quarantine", "model", "layers", "ledger_problems")
 
 KEYS: Mapping[str, Mapping[str, str]] = {
     "plan": {
@@ -71,9 +69,10 @@ KEYS: Mapping[str, Mapping[str, str]] = {
         "[truncated]": "rows cut",
         "[observed]": "what `--observed` is worth, with that option",
     },
-    "extract": {key: meaning for key, meaning in _RUN.items() if key not in _EXTRACT_LACKS},
+    "extract": _RUN,
     "status": {
         **_RUN,
+        "ledger_problems": "lines of ledgers that cannot be trusted (`verify` names them); null of a living run",
         "holder": "{`pid`, `host`, `started`, `writer`, `command`} of the living process that holds the run, or null",
     },
     "verify": {
