@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -13,6 +14,8 @@ from wellhead.units import format_bytes, format_duration
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
+    from wellhead.plan_build import PlanProgress
+
 PLAIN_EVERY_S = 10.0
 
 Snapshot = dict[str, Any]
@@ -20,6 +23,9 @@ Snapshot = dict[str, Any]
 
 class Display(Protocol):
     def show(self, snapshot: Snapshot) -> None: ...
+
+    def tell(self, text: str) -> None:
+        """An answer to a signal. Called from a signal handler, so it may not take a lock."""
 
     def __enter__(self) -> Display: ...
 
@@ -35,9 +41,36 @@ def display(console: Console, quiet: bool) -> Display:
     return Live(console) if console.is_terminal else Plain(console)
 
 
+class Planning:
+    """The reading of the data file: a bar that comes with the first figures and goes with the last."""
+
+    def __init__(self, console: Console, quiet: bool) -> None:
+        self._console, self._quiet = console, quiet
+        self._open = ExitStack()
+        self._tick: Callable[[PlanProgress], None] | None = None
+
+    def __enter__(self) -> Planning:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._open.close()
+
+    def __call__(self, now: PlanProgress) -> None:
+        from wellhead.cli._plan_view import progress
+
+        if self._tick is None:
+            self._tick = self._open.enter_context(progress(self._console, self._quiet))
+        self._tick(now)
+        if now.bytes_done >= now.bytes_total:
+            self._open.close()
+
+
 class Silent:
     def show(self, snapshot: Snapshot) -> None:
         """Nothing: --quiet."""
+
+    def tell(self, text: str) -> None:
+        os.write(2, f"{text}\n".encode())
 
     def __enter__(self) -> Silent:
         return self
@@ -74,9 +107,13 @@ class Live:
         from rich.live import Live as RichLive
 
         self._live = RichLive(console=console, auto_refresh=False, transient=True)
+        self._told = ""
 
     def show(self, snapshot: Snapshot) -> None:
-        self._live.update(panel(snapshot), refresh=True)
+        self._live.update(panel(snapshot, self._told), refresh=True)
+
+    def tell(self, text: str) -> None:
+        self._told = text  # writing into a view that is redrawn would tear it
 
     def __enter__(self) -> Live:
         self._live.__enter__()
@@ -117,7 +154,7 @@ def line(snapshot: Snapshot) -> str:
         f"{snapshot['tokens']:,} tokens committed, {snapshot['uncommitted_tokens']:,} in hand",
         speed(snapshot),
         ratio(snapshot),
-        left(snapshot),
+        f"{left(snapshot)} left" if snapshot["eta_s"] else "",
         f"{format_bytes(snapshot['free_bytes'])} free",
         _trouble(snapshot),
         doing(snapshot),
@@ -125,7 +162,7 @@ def line(snapshot: Snapshot) -> str:
     return " · ".join(part for part in parts if part)
 
 
-def panel(snapshot: Snapshot) -> RenderableType:
+def panel(snapshot: Snapshot, told: str = "") -> RenderableType:
     from rich.console import Group
     from rich.progress_bar import ProgressBar
     from rich.table import Table
@@ -145,8 +182,8 @@ def panel(snapshot: Snapshot) -> RenderableType:
     grid.add_row("left", left(snapshot) or "no forecast yet")
     grid.add_row("disk", f"{format_bytes(snapshot['free_bytes'])} free")
     grid.add_row("now", Text(doing(snapshot), style="yellow" if _trouble(snapshot) else ""))
-    failed = _trouble(snapshot)
-    return Group(grid, Text(failed, style="yellow")) if failed else grid
+    notices = [text for text in (_trouble(snapshot), told) if text]
+    return Group(grid, *(Text(text, style="yellow") for text in notices))
 
 
 def speed(snapshot: Snapshot) -> str:
@@ -171,7 +208,7 @@ def left(snapshot: Snapshot) -> str:
     if not snapshot["eta_s"]:
         return ""
     low, middle, high = (format_duration(seconds) for seconds in snapshot["eta_s"])
-    return f"{middle} left ({low} to {high})"
+    return f"{middle} ({low} to {high})"
 
 
 def doing(snapshot: Snapshot) -> str:

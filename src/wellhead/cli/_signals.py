@@ -12,10 +12,10 @@ _STOPS = (signal.SIGINT, signal.SIGTERM)
 
 
 @contextmanager
-def stop_on_signals() -> Iterator[Callable[[], bool]]:
+def stop_on_signals(tell: Callable[[str], None]) -> Iterator[Callable[[], bool]]:
     """Yields `stop_asked`. SIGINT and SIGTERM set it; a second one ends the process with 130 or 143.
 
-    The handler only sets a flag and writes one line, so that it may run between any two instructions. A process that
+    The handler sets a flag and calls `tell`, which may take no lock: it runs between any two instructions. A process that
     a script started with `&` ignores SIGINT; here it is taken all the same, since somebody sent it on purpose."""
     asked: list[int] = []
 
@@ -25,7 +25,7 @@ def stop_on_signals() -> Iterator[Callable[[], bool]]:
             os._exit(128 + number)
         asked.append(number)
         name = signal.Signals(number).name
-        os.write(2, f"\n{name}: finishing what is in hand and committing it; once more ends at once\n".encode())
+        tell(f"{name}: finishing what is in hand and committing it; once more ends at once")
 
     before = {number: signal.signal(number, on_signal) for number in _STOPS}
     try:

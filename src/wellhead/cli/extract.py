@@ -59,8 +59,7 @@ def extract(
     fault: Annotated[str | None, typer.Option(help="Fault script of the stub engine.")] = None,
 ) -> None:
     """Captures the states of every conversation into a run folder, and resumes one."""
-    from wellhead.cli._plan_view import progress
-    from wellhead.cli._progress import display
+    from wellhead.cli._progress import Planning, display
     from wellhead.cli._signals import stop_on_signals
     from wellhead.extract import extract as run_extract
     from wellhead.plan import PlanOptions
@@ -87,9 +86,9 @@ def extract(
     )
     say = output(context)
     with (
-        stop_on_signals() as stop_asked,
-        progress(say.stderr, say.quiet) as planning,
         display(say.stderr, say.quiet) as screen,
+        Planning(say.stderr, say.quiet) as planning,
+        stop_on_signals(screen.tell) as stop_asked,
     ):
         outcome = run_extract(request, Observer(say.say, screen.show, planning, stop_asked))
     say.result(outcome.summary, _closing(request, outcome.summary))
