@@ -15,8 +15,9 @@ _STOPS = (signal.SIGINT, signal.SIGTERM)
 def stop_on_signals(tell: Callable[[str], None]) -> Iterator[Callable[[], bool]]:
     """Yields `stop_asked`. SIGINT and SIGTERM set it; a second one ends the process with 130 or 143.
 
-    The handler sets a flag and calls `tell`, which may take no lock: it runs between any two instructions. A process that
-    a script started with `&` ignores SIGINT; here it is taken all the same, since somebody sent it on purpose."""
+    The handler sets a flag and calls `tell`, which may take no lock: it runs between any two instructions. A process
+    that a script started with `&` ignores SIGINT; here it is taken all the same, since somebody sent it on purpose."""
+
     asked: list[int] = []
 
     def on_signal(number: int, _frame: FrameType | None) -> None:
