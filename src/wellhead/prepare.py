@@ -138,8 +138,7 @@ def prepared(request: Request, observer: Observer) -> Iterator[Prepared]:
     manifest = _manifest_of(paths, spec)
     asked = parse_layers(request.layers, shape.blocks) if request.layers or manifest is None else manifest.layers
     life = Life.this_process()
-    lock = RunLock.acquire(paths.root, life)
-    try:
+    with RunLock.acquire(paths.root, life).beating():
         plan = _plan(request, paths, model_dir, observer)
         index = StoreIndex.load(paths.root, spec.fingerprint)
         layers = layers_in_force((*asked, *(manifest.layers if manifest else ())), index)
@@ -147,8 +146,6 @@ def prepared(request: Request, observer: Observer) -> Iterator[Prepared]:
         for words in made.layer_words:
             observer.say(words)
         yield made
-    finally:
-        lock.release()
 
 
 def require_room(prepared: Prepared, work: Work) -> None:

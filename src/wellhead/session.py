@@ -37,7 +37,7 @@ class Session:
             kept_before=self.work.kept_rows,
             quarantine=quarantine_reasons(self.work, index),
             tokens_before=self.work.kept_tokens,
-            raw_before=self.work.kept_tokens * run.bytes_per_token,
+            raw_before=self.work.durable_raw_bytes(len(run.tensors), run.shape.hidden_size),
             stored_before=index.stored_bytes,
             work_tokens=self.work.pending_tokens,
             bytes_per_token=run.bytes_per_token,

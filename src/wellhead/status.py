@@ -63,7 +63,7 @@ def _counted(run: Run, paths: RunPaths) -> dict[str, Any]:
         "tokens": work.kept_tokens,
         "plan_tokens": work.kept_tokens + work.pending_tokens,
         "uncommitted_tokens": 0,
-        "raw_bytes": raw_bytes(work.kept_tokens, len(run.layers), spec.hidden_size),
+        "raw_bytes": work.durable_raw_bytes(len(run.layers) + 1, spec.hidden_size),
         "stored_bytes": index.stored_bytes,
         "bytes_per_token": raw_bytes(1, len(run.layers), spec.hidden_size),
         "tokens_per_s": None,

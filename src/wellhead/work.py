@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from wellhead.batching import batches
-from wellhead.core import PlanItem
+from wellhead.core import BYTES_PER_VALUE, PlanItem
 from wellhead.engines.base import EngineInfo
 from wellhead.plan import Plan
 from wellhead.store.index import StoreIndex
@@ -38,6 +38,14 @@ class Work:
     @property
     def kept_tokens(self) -> int:
         return sum(i.tokens for i in self.items if i.id not in self.lacking and i.id not in self.quarantined)
+
+    def durable_raw_bytes(self, tensors: int, hidden_size: int) -> int:
+        """Raw bytes that are committed of the plan's states, of which each is to have `tensors` state tensors."""
+        present = sum(item.tokens * (tensors - self._lacks(item.id, tensors)) for item in self.items)
+        return present * hidden_size * BYTES_PER_VALUE
+
+    def _lacks(self, id: str, tensors: int) -> int:
+        return tensors if id in self.quarantined else len(self.lacking.get(id, ()))
 
     @property
     def pending_tokens(self) -> int:

@@ -98,8 +98,11 @@ def test_resume_by_content(job: Job) -> None:
     assert job()["captured"] == 3
     result = job("--mask", "last-assistant")
     assert (result["captured"], result["kept"]) == (0, 16)
+    before = result["raw_bytes"]
     result = job("--layers", "2")
     assert (result["captured"], result["kept"]) == (16, 16)
+    assert result["raw_bytes"] * 3 == before * 4
+    assert job.cli("status", job.run, "--json").json["raw_bytes"] == result["raw_bytes"]
     with wellhead.open(job.run) as run:
         assert run.layers == (1, 2, 3)
         names = {name for shard in run.index.shards[-1:] for name in shard.tensors}

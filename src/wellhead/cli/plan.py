@@ -168,7 +168,7 @@ def _run_folder(out: Path | None, model_dir: Path) -> Iterator[tuple[Path, tuple
             if manifest.spec.model.config_hash != model_identity(model_dir).config_hash:
                 raise OtherSpec(f"{out} is a run of {manifest.spec.model.name}, another model", "name another --out")
             begun_with = manifest.layers
-        stack.callback(RunLock.acquire(out, Life.this_process()).release)
+        stack.enter_context(RunLock.acquire(out, Life.this_process()).beating())
         yield out, begun_with
 
 

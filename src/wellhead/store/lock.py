@@ -10,8 +10,11 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import os
 import shlex
 import sys
+import threading
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -92,6 +95,27 @@ class RunLock:
         showed no sign for 5 minutes (a suspended process, say)."""
         found = Holder.read(self._path)
         return found is not None and found.life.id == self._holder.life.id and not found.released
+
+    @contextlib.contextmanager
+    def beating(self, period_s: float = 30.0) -> Iterator[None]:
+        """While it lasts, a thread shows that the holder lives, and at the end the run is released. For everything
+        that may take minutes before the holder's own status.json does so: planning, loading a model."""
+        end = threading.Event()
+
+        def beat() -> None:
+            while not end.wait(period_s):
+                with contextlib.suppress(OSError):  # one missed beat of ten proves nothing
+                    if self.held():
+                        os.utime(self._path)
+
+        thread = threading.Thread(target=beat, name="wellhead-lock", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            end.set()
+            thread.join()
+            self.release()
 
     def _write(self, temp: Path) -> float:
         """Our life in a durable file, to be linked; returns the time by the clock of the file system."""
