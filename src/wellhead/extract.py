@@ -18,11 +18,14 @@ from typing import Any
 from wellhead.capture import Rejection, check
 from wellhead.core import Capture, PlanItem, Sample
 from wellhead.engines.base import Engine, Failure, Payload
-from wellhead.errors import DiskFull, GaveUp, Stopped, WellheadError
+from wellhead.errors import DiskFailed, DiskFull, GaveUp, Stopped, WellheadError
 from wellhead.guard import Level, wait_until
 from wellhead.prepare import Observer, Request, load_engine, prepared, write_manifest
 from wellhead.session import Session, session
 from wellhead.store.records import Commit
+
+ENDINGS = (Stopped, GaveUp, DiskFull, DiskFailed)
+"""How the loop may end early. What is in hand then is still kept and committed, as far as the disk lets it be."""
 
 FAILURES_BEFORE_GIVING_UP = 5
 """So many samples must have failed before a rate means anything."""
@@ -49,7 +52,7 @@ def extract(request: Request, observer: Observer) -> Outcome:
         open_session.begin(engine)
         try:
             asyncio.run(capture_all(open_session, engine, observer.stop_asked))
-        except (Stopped, GaveUp, DiskFull) as error:
+        except ENDINGS as error:
             return Outcome(open_session.finish(error), error)
         finally:
             asyncio.run(engine.aclose())
@@ -95,7 +98,7 @@ class _Extraction:
                 finally:
                     await keeping
             await self._keep(done)
-        except (Stopped, GaveUp, DiskFull):
+        except ENDINGS:
             await self._keep(done, judge=False)
             raise
         finally:

@@ -7,7 +7,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from wellhead.engines.base import Engine
-from wellhead.errors import CompleteWithRejects, WellheadError
+from wellhead.errors import CompleteWithRejects, DiskFailed, DiskFull, WellheadError
 from wellhead.guard import DiskGuard
 from wellhead.heartbeat import Heartbeat, Snapshot
 from wellhead.log import EventLog, RunLog
@@ -74,7 +74,7 @@ class Session:
     def finish(self, error: WellheadError | None = None) -> dict[str, Any]:
         """Sets the final state, publishes it and returns the object of `extract --json`."""
         summary = self.snapshot()
-        state = error.code if error else "complete"
+        state = "complete" if error is None else DiskFull.code if isinstance(error, DiskFailed) else error.code
         if state == "complete" and (sum(summary["rejected"].values()) or summary["quarantined"]):
             state = CompleteWithRejects.code
         self.progress.state, self.progress.doing = state, "ended"
