@@ -73,25 +73,27 @@ class Captured:
 
 
 class _Extraction:
-    """The loop. Everything that touches the writer runs in the writer's thread; `_` is the open session."""
+    """The loop. Everything that touches the writer runs in the writer's thread."""
 
     def __init__(self, open_session: Session, engine: Engine, stop_asked: Callable[[], bool]) -> None:
-        self._ = open_session
+        self._run, self._plan, self._work = open_session.run, open_session.plan, open_session.work
+        self._writer, self._guard, self._progress = open_session.writer, open_session.guard, open_session.progress
+        self._events, self._log = open_session.events, open_session.log
         self._engine = engine
         self._stop_asked = stop_asked
         self._writer_thread = ThreadPoolExecutor(1, thread_name_prefix="wellhead-writer")
         self._failed = 0
         self._tried = 0
         self._in_hand_raw = 0
-        self._left_raw = self._.work.pending_tokens * self._.progress.bytes_per_token
+        self._left_raw = self._work.pending_tokens * self._progress.bytes_per_token
 
     async def run(self) -> None:
         done: Captured | None = None
         try:
-            for unit in self._.work.units(self._engine.describe()):
+            for unit in self._work.units(self._engine.describe()):
                 await self._admit(unit)
-                samples = self._.plan.samples([item.id for item in unit])
-                await self._in_writer(self._.writer.attempt, [s.id for s in samples if s.id in self._.work.lacking])
+                samples = self._plan.samples([item.id for item in unit])
+                await self._in_writer(self._writer.attempt, [s.id for s in samples if s.id in self._work.lacking])
                 keeping, done = asyncio.create_task(self._keep(done)), None
                 try:
                     done = await self._capture(samples)
@@ -108,11 +110,10 @@ class _Extraction:
 
     async def _admit(self, unit: Sequence[PlanItem]) -> None:
         """Lets a batch in, or waits for space, or ends the run."""
-        if self._stop_asked():
-            raise Stopped("stopped as asked; everything captured is committed", "run the same command to go on")
-        batch_raw = sum(item.tokens for item in unit) * self._.progress.bytes_per_token
+        self._stop_if_asked()
+        batch_raw = sum(item.tokens for item in unit) * self._progress.bytes_per_token
         # the batch before this one is captured and not yet written: it needs its room too
-        level = self._.guard.level(self._in_hand_raw + batch_raw, self._left_raw)
+        level = self._guard.level(self._in_hand_raw + batch_raw, self._left_raw)
         if level is Level.WARN:
             self._warn("disk_low", "what is left to capture would eat into the disk's reserve")
         elif level is Level.HOLD:
@@ -120,26 +121,31 @@ class _Extraction:
         self._left_raw -= batch_raw
         self._in_hand_raw = batch_raw
 
+    def _stop_if_asked(self) -> None:
+        if self._stop_asked():
+            raise Stopped("stopped as asked; everything captured is committed", "run the same command to go on")
+
     async def _hold(self, batch_raw: int) -> None:
         self._warn("disk_hold", "no space for the next batch: nothing is admitted until there is")
         await self._in_writer(self._commit)
-        self._.progress.doing = "waiting for disk space"
+        self._progress.doing = "waiting for disk space"
         roomy = await asyncio.to_thread(
             wait_until,
-            lambda: self._.guard.level(batch_raw, self._left_raw) is not Level.HOLD,
-            self._.run.request.disk_wait_s,
+            lambda: self._guard.level(batch_raw, self._left_raw) is not Level.HOLD,
+            self._run.request.disk_wait_s,
             self._stop_asked,
         )
+        self._stop_if_asked()
         if not roomy:
             raise DiskFull(
-                f"{self._.guard.folder}: {self._.guard.free()} bytes free, the next batch needs {batch_raw} "
-                f"and the reserve is {self._.guard.reserve_bytes}",
+                f"{self._guard.folder}: {self._guard.free()} bytes free, the next batch needs {batch_raw} "
+                f"and the reserve is {self._guard.reserve_bytes}",
                 "make room and run the same command: it goes on where it stopped",
             )
-        self._.events.write("disk_ok", free_bytes=self._.guard.free())
+        self._events.write("disk_ok", free_bytes=self._guard.free())
 
     async def _capture(self, samples: Sequence[Sample]) -> Captured:
-        progress, longest = self._.progress, max(samples, key=lambda sample: sample.tokens)
+        progress, longest = self._progress, max(samples, key=lambda sample: sample.tokens)
         progress.doing = "capturing"
         progress.begin_batch((longest.id, longest.tokens), sum(sample.tokens for sample in samples))
         tensors = self._wanted(samples)
@@ -149,14 +155,14 @@ class _Extraction:
         outcomes = [o for o in outcomes if o.sample_id not in again]
         for sample in samples:
             if sample.id in again:
-                self._.events.write("retry_alone", id=sample.id)
+                self._events.write("retry_alone", id=sample.id)
                 outcomes += [outcome async for outcome in self._engine.capture([sample], tensors)]
         progress.end_batch()
         return Captured(samples, outcomes)
 
     def _wanted(self, samples: Sequence[Sample]) -> tuple[str, ...]:
-        lacking = {name for sample in samples for name in self._.work.lacking.get(sample.id, ())}
-        return tuple(name for name in self._.run.tensors if name in lacking)
+        lacking = {name for sample in samples for name in self._work.lacking.get(sample.id, ())}
+        return tuple(name for name in self._run.tensors if name in lacking)
 
     async def _keep(self, done: Captured | None, judge: bool = True) -> None:
         """Checks, encodes and appends what came back; closes the shard when it is due."""
@@ -173,30 +179,30 @@ class _Extraction:
         wanted = self._wanted(done.samples)
         outcomes = {outcome.sample_id: outcome for outcome in done.outcomes}
         for sample in done.samples:
-            lacking = self._.work.lacking.get(sample.id)
+            lacking = self._work.lacking.get(sample.id)
             if not lacking:
                 continue  # captured for the sake of the batch's composition, stored long ago
             self._tried += 1
-            verdict = _verdict(sample, outcomes.get(sample.id), wanted, self._.run.spec.hidden_size)
+            verdict = _verdict(sample, outcomes.get(sample.id), wanted, self._run.spec.hidden_size)
             if isinstance(verdict, Rejection):
                 self._quarantine(sample, verdict)
                 continue
             states = {name: verdict.states[name] for name in lacking}
             capture = Capture(verdict.id, verdict.input_ids, states, verdict.provenance)
-            self._count(self._.writer.add(capture))
-            self._.progress.add_captured(sample.tokens)
-        if self._.writer.due():
+            self._count(self._writer.add(capture))
+            self._progress.add_captured(sample.tokens)
+        if self._writer.due():
             self._commit()
 
     def _quarantine(self, sample: Sample, why: Rejection) -> None:
         self._failed += 1
-        self._.writer.quarantine(sample.id, why.reason, why.detail)
-        self._.progress.add_quarantined(why.reason, self._.work.rows_of[sample.id], sample.tokens)
-        self._.log.line(f"quarantined {sample.id} ({sample.tokens} tokens): {why.reason}: {why.detail}")
-        self._.events.write("quarantine", id=sample.id, reason=why.reason, detail=why.detail)
+        self._writer.quarantine(sample.id, why.reason, why.detail)
+        self._progress.add_quarantined(why.reason, self._work.rows_of[sample.id], sample.tokens)
+        self._log.line(f"quarantined {sample.id} ({sample.tokens} tokens): {why.reason}: {why.detail}")
+        self._events.write("quarantine", id=sample.id, reason=why.reason, detail=why.detail)
 
     def _judge_failures(self) -> None:
-        limit = self._.run.request.max_failure_rate
+        limit = self._run.request.max_failure_rate
         if self._failed >= FAILURES_BEFORE_GIVING_UP and self._failed > limit * self._tried:
             raise GaveUp(
                 f"{self._failed} of {self._tried} samples failed, more than the {limit:.1%} allowed",
@@ -206,25 +212,25 @@ class _Extraction:
 
     def _commit(self) -> None:
         """Closes the open shard: durable, then recorded, then counted."""
-        self._count(self._.writer.commit())
+        self._count(self._writer.commit())
 
     def _count(self, commit: Commit | None) -> None:
         if commit is None:
             return
-        rows = sum(self._.work.rows_of[id] for id in commit.ids)
+        rows = sum(self._work.rows_of[id] for id in commit.ids)
         tokens = sum(commit.tokens)
-        self._.progress.add_commit(rows, len(commit.ids), tokens, commit.raw_bytes, commit.size)
-        self._.log.line(
+        self._progress.add_commit(rows, len(commit.ids), tokens, commit.raw_bytes, commit.size)
+        self._log.line(
             f"committed {commit.shard}: {len(commit.ids)} samples, {tokens} tokens, {commit.raw_bytes} raw bytes, "
-            f"{commit.size} stored, {self._.progress.pace()}"
+            f"{commit.size} stored, {self._progress.pace()}"
         )
-        self._.events.write("commit", shard=commit.shard, samples=len(commit.ids), tokens=tokens, bytes=commit.size)
+        self._events.write("commit", shard=commit.shard, samples=len(commit.ids), tokens=tokens, bytes=commit.size)
 
     def _warn(self, kind: str, text: str) -> None:
-        if text not in self._.progress.warnings:
-            self._.progress.warnings.append(text)
-            self._.log.line(f"warning: {text}")
-        self._.events.write(kind, free_bytes=self._.guard.free())
+        if text not in self._progress.warnings:
+            self._progress.warnings.append(text)
+            self._log.line(f"warning: {text}")
+        self._events.write(kind, free_bytes=self._guard.free())
 
     async def _in_writer(self, call: Callable[..., Any], *args: Any) -> Any:
         return await asyncio.get_running_loop().run_in_executor(self._writer_thread, call, *args)
