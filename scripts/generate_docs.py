@@ -12,8 +12,10 @@ import typing
 from pathlib import Path
 from typing import Any, Literal
 
+from wellhead.capture import REASONS as QUARANTINED
 from wellhead.cli._app import build, shipped
 from wellhead.cli._keys import KEYS
+from wellhead.dataset.reasons import REASONS as REJECTED
 from wellhead.errors import SIGNAL_EXIT_CODES, all_errors
 
 DOCS = Path(__file__).parent.parent / "docs"
@@ -60,6 +62,30 @@ where (`message`), and what to do (`hint`).
 """
 
 
+ROWS_INTRODUCTION = """
+## Rejected rows
+
+Why a row of the data file is left out. `wellhead plan` counts them and names the first lines, `wellhead status RUN
+--rejects` lists all of them.
+
+| reason | meaning |
+|---|---|
+"""
+
+SAMPLES_INTRODUCTION = """
+## Quarantined samples
+
+Why what an engine returned is not stored. `--retry-quarantined` tries them again.
+
+| reason | meaning |
+|---|---|
+| `no_answer` | the engine returned nothing for this sample |
+| `out_of_memory` | no memory for the sample, not even alone |
+| `engine_error` | the engine said so; the detail has its words |
+| `bad_length`, `bad_token_id` | the model cannot take the sample: too long, or a token id that it has no embedding for |
+"""
+
+
 def main() -> int:
     wanted = {DOCS / "cli.md": cli_page(), DOCS / "errors.md": errors_page()}
     if "--check" in sys.argv[1:]:
@@ -79,7 +105,12 @@ def errors_page() -> str:
         for error in all_errors()
     ]
     rows += [f"| {code} | | yes | {meaning} |" for code, meaning in sorted(SIGNAL_EXIT_CODES.items())]
-    return NOTE + ERRORS_INTRODUCTION + "\n".join(rows) + "\n"
+    page = NOTE + ERRORS_INTRODUCTION + "\n".join(rows) + "\n"
+    return page + ROWS_INTRODUCTION + _reasons(REJECTED) + SAMPLES_INTRODUCTION + _reasons(QUARANTINED)
+
+
+def _reasons(table: dict[str, str]) -> str:
+    return "".join(f"| `{code}` | {meaning} |\n" for code, meaning in table.items())
 
 
 def cli_page() -> str:

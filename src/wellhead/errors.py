@@ -16,6 +16,8 @@ class WellheadError(Exception):
     exit_code: ClassVar[int] = 1
     code: ClassVar[str] = "internal"
     retryable: ClassVar[bool] = False
+    label: ClassVar[str] = "error"
+    """What it is called on a screen: some ends have an exit code and are no errors."""
 
     def __init__(self, message: str, hint: str = "") -> None:
         super().__init__(message)
@@ -76,6 +78,7 @@ class RowRejected(WellheadError):
 class CompleteWithRejects(WellheadError):
     """The run is complete, but some samples were rejected or quarantined."""
 
+    label = "note"
     exit_code = 10
     code = "complete_with_rejects"
 
@@ -83,6 +86,7 @@ class CompleteWithRejects(WellheadError):
 class Stopped(WellheadError):
     """The run was stopped and everything captured is committed; the same command resumes it."""
 
+    label = "note"
     exit_code = 11
     code = "stopped"
     retryable = True

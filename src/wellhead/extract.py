@@ -46,8 +46,9 @@ def extract(request: Request, observer: Observer) -> Outcome:
     full); everything that was refused before that is raised as a WellheadError."""
     with prepared(request, observer) as run, session(run, observer) as open_session:
         if not open_session.work.lacking:
-            return Outcome(open_session.finish())
-        engine = load_engine(run, open_session.index, observer.say)
+            error = too_many_failures(len(open_session.work.quarantined), len(open_session.work.items), request)
+            return Outcome(open_session.finish(error), error)
+        engine = load_engine(run, open_session.index, observer.say, open_session.now)
         write_manifest(run, engine)
         open_session.begin(engine)
         try:
@@ -62,6 +63,18 @@ def extract(request: Request, observer: Observer) -> Outcome:
 async def capture_all(open_session: Session, engine: Engine, stop_asked: Callable[[], bool]) -> None:
     """Everything that is pending. Raises Stopped, GaveUp or DiskFull, always after committing what was captured."""
     await _Extraction(open_session, engine, stop_asked).run()
+
+
+def too_many_failures(failed: int, tried: int, request: Request) -> GaveUp | None:
+    """The error that ends a run in which more samples fail than `--max-failure-rate` allows, else None."""
+    limit = request.max_failure_rate
+    if failed < FAILURES_BEFORE_GIVING_UP or failed <= limit * tried:
+        return None
+    return GaveUp(
+        f"{failed} of {tried} samples failed, more than the {limit:.1%} allowed",
+        f"`wellhead status {request.run_dir} --rejects` lists them; --retry-quarantined tries them again, "
+        "--max-failure-rate sets the limit",
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +112,8 @@ class _Extraction:
                     done = await self._capture(samples)
                 finally:
                     await keeping
-            await self._keep(done)
+            last, done = done, None
+            await self._keep(last)
         except ENDINGS:
             await self._keep(done, judge=False)
             raise
@@ -147,7 +161,7 @@ class _Extraction:
     async def _capture(self, samples: Sequence[Sample]) -> Captured:
         progress, longest = self._progress, max(samples, key=lambda sample: sample.tokens)
         progress.doing = "capturing"
-        progress.begin_batch((longest.id, longest.tokens), sum(sample.tokens for sample in samples))
+        progress.begin_batch((longest.id, longest.tokens), len(samples), sum(sample.tokens for sample in samples))
         tensors = self._wanted(samples)
         outcomes = [outcome async for outcome in self._engine.capture(samples, tensors)]
         # A batch that the engine could not take (out of memory) may be one that it can take sample by sample.
@@ -202,13 +216,9 @@ class _Extraction:
         self._events.write("quarantine", id=sample.id, reason=why.reason, detail=why.detail)
 
     def _judge_failures(self) -> None:
-        limit = self._run.request.max_failure_rate
-        if self._failed >= FAILURES_BEFORE_GIVING_UP and self._failed > limit * self._tried:
-            raise GaveUp(
-                f"{self._failed} of {self._tried} samples failed, more than the {limit:.1%} allowed",
-                "see log.txt of this life for the reasons; --max-failure-rate sets the limit, "
-                "--retry-quarantined tries them again",
-            )
+        error = too_many_failures(self._failed, self._tried, self._run.request)
+        if error is not None:
+            raise error
 
     def _commit(self) -> None:
         """Closes the open shard: durable, then recorded, then counted."""

@@ -59,12 +59,18 @@ def rate_over(commits: list[Commit], start: float, window_s: float) -> Rate | No
     return Rate(seconds, rate, spread / tokens if tokens else 1.0)
 
 
+def ratio(stored: int, raw: int) -> float | None:
+    """Stored bytes over the raw bytes of what they hold; None of nothing."""
+    return round(stored / raw, 4) if raw else None
+
+
 @dataclass(frozen=True, slots=True)
 class InFlight:
-    """The sample that has been with the engine longest; of a batch, its longest."""
+    """The batch that is with the engine, by its longest sample."""
 
     id: str
     tokens: int
+    samples: int
     since: float
     batch_tokens: int
 
@@ -83,6 +89,8 @@ class Progress:
     tokens_before: int
     raw_before: int
     stored_before: int
+    coded_before: int
+    """Raw bytes of everything that `stored_before` holds, states of earlier plans included."""
     work_tokens: int
     """Tokens of the states that this call has to capture."""
     bytes_per_token: int
@@ -110,9 +118,9 @@ class Progress:
         """The engine is ready: rates count from here, not from the model's load."""
         self.started = self.moved = self.clock()
 
-    def begin_batch(self, longest: tuple[str, int], batch_tokens: int) -> None:
+    def begin_batch(self, longest: tuple[str, int], samples: int, batch_tokens: int) -> None:
         with self._lock:
-            self.in_flight = InFlight(*longest, self.clock(), batch_tokens)
+            self.in_flight = InFlight(*longest, samples, self.clock(), batch_tokens)
 
     def add_captured(self, tokens: int) -> None:
         with self._lock:
@@ -170,6 +178,7 @@ class Progress:
             "uncommitted_tokens": self.captured_tokens - committed,
             "raw_bytes": self.raw_before + raw,
             "stored_bytes": self.stored_before + stored,
+            "ratio": ratio(self.stored_before + stored, self.coded_before + raw),
             "tokens_per_s": rates[0].to_json()["tokens_per_s"] if rates else None,
             "captured_tokens_per_s": self._captured_rate(now),
             "rates": [rate.to_json() for rate in rates],
@@ -200,6 +209,8 @@ class Progress:
         return {
             "id": self.in_flight.id,
             "tokens": self.in_flight.tokens,
+            "batch_samples": self.in_flight.samples,
+            "batch_tokens": self.in_flight.batch_tokens,
             "age_s": round(now - self.in_flight.since, 1),
             "expected_s": round(self.in_flight.batch_tokens / rate, 1) if rate else None,
         }

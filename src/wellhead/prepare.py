@@ -30,6 +30,7 @@ from wellhead.store.index import StoreIndex
 from wellhead.store.life import Life
 from wellhead.store.lock import RunLock
 from wellhead.store.writer import StoreOptions
+from wellhead.testing.faults import FaultScript
 from wellhead.work import Work, pending_work
 
 if TYPE_CHECKING:
@@ -77,6 +78,7 @@ class Request:
             raise UsageError(f"--max-failure-rate {self.max_failure_rate} is no share", "a number from 0 to 1")
         if self.fault and self.engine != "stub":
             raise UsageError("--fault is for the stub engine", "add --engine stub, or leave --fault out")
+        FaultScript.parse(self.fault or "")
 
     @property
     def store_options(self) -> StoreOptions:
@@ -145,6 +147,8 @@ def prepared(request: Request, observer: Observer) -> Iterator[Prepared]:
         made = Prepared(request, paths, life, model_dir, shape, spec, manifest, plan, layers, index)
         for words in made.layer_words:
             observer.say(words)
+        if set(layers) - set(asked):
+            observer.say("layers are only ever added to a run; a reader takes a subset with layers=")
         yield made
 
 
@@ -159,15 +163,20 @@ def require_room(prepared: Prepared, work: Work) -> None:
         raise DoesNotFit(prediction.refusal, "free space, lower --reserve or --max-length, or plan fewer rows")
 
 
-def load_engine(prepared: Prepared, index: StoreIndex, say: Callable[[str], None]) -> Engine:
+def load_engine(
+    prepared: Prepared, index: StoreIndex, say: Callable[[str], None], doing: Callable[[str], None]
+) -> Engine:
     """Loads the model, proves it (preflight), and that it may go on with this run. PreflightRefused, OtherSpec."""
     request = prepared.request
+    doing("loading the model")
     say(f"loading {prepared.spec.model.name} ({request.engine}, {request.dtype})")
     engine = create(
         request.engine, prepared.model_dir, prepared.layers,
         dtype=request.dtype, final=request.final, fault=request.fault,
     )  # fmt: skip
     info = engine.describe()
+    for note in info.notes:
+        say(f"note: {note} (nothing is captured yet: Ctrl-C now costs nothing)")
     if not request.mix_engines:
         _require_same_engine(info.provenance, index, prepared.paths.root)
     longest = max((item.tokens for item in prepared.plan.items()), default=0)
@@ -176,9 +185,8 @@ def load_engine(prepared: Prepared, index: StoreIndex, say: Callable[[str], None
             f"the longest row has {longest:,} tokens, the engine takes {info.max_tokens:,}",
             f"cut rows with --max-length {info.max_tokens}",
         )
+    doing("proving the layers (preflight)")
     asyncio.run(engine.preflight())
-    for note in info.notes:
-        say(f"note: {note}")
     for name in prepared.tensors:
         say(f"{name} is taken at {info.capture_points[name]}")
     return engine
@@ -213,12 +221,27 @@ def _plan(request: Request, paths: RunPaths, model_dir: Path, observer: Observer
         if observer.stop_asked():
             raise Stopped(f"stopped while planning, after {now.rows:,} rows", "run the same command to begin again")
 
+    before = Plan.find(paths.root)
     plan = make_plan(paths.root, request.data, model_dir, request.plan, progress)
+    if not plan.rows:
+        raise UsageError(f"{request.data} holds no row", "give a JSONL file with a conversation a line")
     rejected = sum(plan.rejected.values())
+    if before is not None and before.number != plan.number:
+        observer.say(f"plan {plan.number} takes the place of plan {before.number}: {_changes(before, plan)}")
     observer.say(
         f"plan {plan.number}: {plan.rows:,} rows, {rejected:,} rejected, {len(plan.items()):,} distinct samples"
     )
     return plan
+
+
+def _changes(before: Plan, now: Plan) -> str:
+    """What a new plan changes, so that no row and no mask leaves a run in silence."""
+    words = [f"{now.rows:,} rows instead of {before.rows:,}"] if now.rows != before.rows else []
+    if now.source.path != before.source.path:
+        words.append(f"from {now.source.path} instead of {before.source.path}")
+    old, new = before.overlay.to_json(), now.overlay.to_json()
+    words += [f"{key} {new[key]} instead of {old[key]}" for key in new if new[key] != old[key]]
+    return "; ".join(words) or "the data file has changed"
 
 
 def _require_same_engine(now: Provenance, index: StoreIndex, root: Path) -> None:

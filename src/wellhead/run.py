@@ -43,6 +43,10 @@ class Record:
     layers: tuple[int, ...]
     final: FinalNorm
 
+    def __repr__(self) -> str:
+        shape = "×".join(map(str, self.hidden_states.shape))
+        return f"<Record {self.id}: hidden_states {shape} bf16, layers {self.layers} + {self.final} final>"
+
     def torch(self) -> dict[str, Any]:
         """`input_ids` int32, `loss_mask` uint8, `hidden_states` bfloat16 as torch tensors; needs torch."""
         from wellhead.torch_view import record_tensors
@@ -61,6 +65,9 @@ class Run:
         self.plan = Plan.current(self.paths.root)
         self.index = StoreIndex.load(self.paths.root)
         self._reader = StateReader(self.paths.root, self.index)
+
+    def __repr__(self) -> str:
+        return f"<Run {self.paths.root}: {len(self)} of {self.plan.rows} rows, layers {self.layers} + final>"
 
     @property
     def spec(self) -> CaptureSpec:

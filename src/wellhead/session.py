@@ -17,7 +17,7 @@ from wellhead.prepare import Observer, Prepared, require_room
 from wellhead.store.index import StoreIndex
 from wellhead.store.recovery import RecoveryReport, recover
 from wellhead.store.writer import StoreWriter
-from wellhead.work import quarantine_reasons
+from wellhead.work import other_states, plan_facts, quarantine_reasons
 
 DEADLY_LIVES = 3
 """So many processes must have died with a sample in hand before that is worth a word."""
@@ -39,9 +39,11 @@ class Session:
             tokens_before=self.work.kept_tokens,
             raw_before=self.work.durable_raw_bytes(len(run.tensors), run.shape.hidden_size),
             stored_before=index.stored_bytes,
+            coded_before=sum(shard.raw_bytes for shard in index.shards),
             work_tokens=self.work.pending_tokens,
             bytes_per_token=run.bytes_per_token,
         )
+        self.other_states = other_states(self.work, index)
         self.engine: Engine | None = None
         self._stack = stack
         self._heartbeat: Heartbeat | None = None
@@ -62,6 +64,10 @@ class Session:
         self.events = self._stack.enter_context(EventLog(files.events))
         self.events.write("start", life=self.run.life.to_json(), request=str(self.run.request))
         self._heartbeat = self._stack.enter_context(Heartbeat(files.status, self.events, self.snapshot, show))
+
+    def now(self, doing: str) -> None:
+        """What status.json says that the run is at."""
+        self.progress.doing = doing
 
     def begin(self, engine: Engine) -> None:
         """The engine is proven and capturing starts: rates count from here."""
@@ -89,7 +95,9 @@ class Session:
         return {
             **self.progress.snapshot(),
             "rows": self.run.plan.rows,
-            "plan_tokens": self.work.kept_tokens + self.work.pending_tokens,
+            "plan_tokens": self.work.tokens,
+            "other_states": self.other_states,
+            **plan_facts(self.run.plan),
             "bytes_per_token": self.run.bytes_per_token,
             "free_bytes": self.guard.free(),
             "engine": self.engine.describe().to_json() if self.engine else {},
@@ -131,7 +139,8 @@ def _deadly(opened: Session) -> list[str]:
 
 def _is_settled(run: Prepared, index: StoreIndex) -> bool:
     """Whether the ledgers and the shards' folder agree, so that a life with nothing to do need not open a ledger."""
-    files = {path.name: path.stat().st_size for path in run.paths.states.iterdir()}
+    folder = run.paths.states
+    files = {path.name: path.stat().st_size for path in folder.iterdir()} if folder.is_dir() else {}
     return (
         not index.problems
         and all(files.pop(shard.name, None) == shard.size for shard in index.shards)

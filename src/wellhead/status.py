@@ -12,11 +12,15 @@ from wellhead.core import raw_bytes
 from wellhead.disk import free_bytes
 from wellhead.errors import StoreDamaged
 from wellhead.layers import final_words, layer_words
+from wellhead.metrics import ratio
 from wellhead.paths import RunPaths
+from wellhead.plan import Plan
 from wellhead.run import Run
+from wellhead.store.index import StoreIndex
 from wellhead.store.lock import Holder
-from wellhead.work import quarantine_reasons
+from wellhead.work import other_states, plan_facts, quarantine_reasons
 
+_DIED = "nothing: the last process died; what it had in hand is captured again by the next `wellhead extract`"
 _ENDED = ("stopped", "gave_up", "disk")
 
 
@@ -30,9 +34,11 @@ def read_status(root: Path) -> dict[str, Any]:
     if holder is not None:
         live = _published(paths, holder.life.id)
         if live is not None:
-            return {**live, "ledger_problems": None, "holder": _describe(holder)}
+            return {**live, "ledger_problems": None, "lost_shards": None, "holder": _describe(holder)}
         if not paths.manifest.exists():
             return {"state": "running", "doing": "planning", "holder": _describe(holder)}
+    if not paths.manifest.exists() and (plan := Plan.find(root)) is not None:
+        return _planned(plan)
     with Run(root) as run:
         return {**_counted(run, paths), "holder": _describe(holder) if holder else None}
 
@@ -48,11 +54,11 @@ def _counted(run: Run, paths: RunPaths) -> dict[str, Any]:
     rejected = dict(run.plan.rejected)
     last = _last_published(paths)
     state = last.get("state") if last.get("state") in _ENDED else "stopped"
-    if not work.lacking:
+    if not work.lacking and not (state == "gave_up" and work.quarantined):
         state = "complete_with_rejects" if rejected or work.quarantined else "complete"
     return {
         "state": state,
-        "doing": "nothing: no process works on it",
+        "doing": _DIED if last.get("state") == "running" else "nothing: no process works on it",
         "rows": run.plan.rows,
         "kept": work.kept_rows,
         "captured": 0,
@@ -61,10 +67,14 @@ def _counted(run: Run, paths: RunPaths) -> dict[str, Any]:
         "quarantine": quarantine_reasons(work, index),
         "pending": work.pending_rows,
         "tokens": work.kept_tokens,
-        "plan_tokens": work.kept_tokens + work.pending_tokens,
+        "plan_tokens": work.tokens,
         "uncommitted_tokens": 0,
         "raw_bytes": work.durable_raw_bytes(len(run.layers) + 1, spec.hidden_size),
         "stored_bytes": index.stored_bytes,
+        "ratio": ratio(index.stored_bytes, sum(shard.raw_bytes for shard in index.shards)),
+        "other_states": other_states(work, index),
+        "lost_shards": _lost_shards(run),
+        **plan_facts(run.plan),
         "bytes_per_token": raw_bytes(1, len(run.layers), spec.hidden_size),
         "tokens_per_s": None,
         "captured_tokens_per_s": None,
@@ -81,6 +91,40 @@ def _counted(run: Run, paths: RunPaths) -> dict[str, Any]:
         "layers": [*layer_words(run.layers, spec.blocks), final_words(spec.blocks, spec.final)],
         "ledger_problems": len(index.problems),
     }
+
+
+def _planned(plan: Plan) -> dict[str, Any]:
+    rejected = dict(plan.rejected)
+    return {
+        "state": "planned",
+        "doing": "nothing is captured yet: `wellhead extract` begins",
+        "rows": plan.rows,
+        "kept": 0,
+        "rejected": rejected,
+        "quarantined": 0,
+        "pending": plan.rows - sum(rejected.values()),
+        **plan_facts(plan),
+        "holder": None,
+    }
+
+
+def _lost_shards(run: Run) -> int:
+    """Recorded shards that are not there or have another size: one look at each file's size, no more."""
+    folder = run.paths.states
+    sizes = {entry.name: entry.stat().st_size for entry in folder.iterdir()} if folder.is_dir() else {}
+    return sum(sizes.get(shard.name) != shard.size for shard in run.index.shards)
+
+
+def rejects(root: Path) -> dict[str, Any]:
+    """Every rejected row and every quarantined sample, with its reason: the lists behind the counts."""
+    plan, index = Plan.current(root), StoreIndex.load(root)
+    rows = [{"line": line, "reason": reason, "detail": detail} for line, reason, detail in plan.rejects()]
+    samples = [
+        {"id": item.id, "tokens": item.tokens, "reason": found.reason, "detail": found.detail}
+        for item in plan.items()
+        if (found := index.quarantined.get(item.id)) is not None
+    ]
+    return {"rejected_rows": rows, "quarantined_samples": samples}
 
 
 def _published(paths: RunPaths, life_id: str) -> dict[str, Any] | None:

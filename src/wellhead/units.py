@@ -35,6 +35,11 @@ def format_bytes(count: float) -> str:
     return f"{float(mantissa) * 10**beyond:.{max(3 - beyond, 0)}f} {_DECIMAL[power - 1]}B"
 
 
+def count(number: int, noun: str) -> str:
+    """ "1 sample", "1,200 samples"."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
 def format_duration(seconds: float) -> str:
     """The two largest units: "0.4 s", "42 s", "3 min 20 s", "2 h 48 min", "3 d 4 h"."""
     if not math.isfinite(seconds):

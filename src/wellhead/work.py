@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from wellhead.batching import batches
 from wellhead.core import BYTES_PER_VALUE, PlanItem
@@ -39,6 +40,11 @@ class Work:
     def kept_tokens(self) -> int:
         return sum(i.tokens for i in self.items if i.id not in self.lacking and i.id not in self.quarantined)
 
+    @property
+    def tokens(self) -> int:
+        """Of all distinct states that the plan asks for."""
+        return sum(item.tokens for item in self.items)
+
     def durable_raw_bytes(self, tensors: int, hidden_size: int) -> int:
         """Raw bytes that are committed of the plan's states, of which each is to have `tensors` state tensors."""
         present = sum(item.tokens * (tensors - self._lacks(item.id, tensors)) for item in self.items)
@@ -64,6 +70,17 @@ def quarantine_reasons(work: Work, index: StoreIndex) -> dict[str, int]:
     for id in work.quarantined:
         reasons[index.quarantined[id].reason] += work.rows_of[id]
     return dict(reasons)
+
+
+def other_states(work: Work, index: StoreIndex) -> int:
+    """Distinct states in the store that the plan does not name: rows of earlier plans."""
+    return len(set(index.ids()) - {item.id for item in work.items})
+
+
+def plan_facts(plan: Plan) -> dict[str, Any]:
+    """What `status` says of the plan in force."""
+    overlay = plan.overlay
+    return {"plan": plan.number, "data": plan.source.path, "mask": overlay.mask, "max_length": overlay.max_length}
 
 
 def pending_work(plan: Plan, index: StoreIndex, tensors: Sequence[str], retry_quarantined: bool = False) -> Work:

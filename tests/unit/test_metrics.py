@@ -19,7 +19,8 @@ def make(clock: Clock, **changes: object) -> Progress:
     values: dict[str, object] = {
         "rows": 20, "rejected": {"no_assistant": 2}, "kept_before": 4, "quarantine": {"not_finite": 1},
         "tokens_before": 400,
-        "raw_before": 4000, "stored_before": 2700, "work_tokens": 1000, "bytes_per_token": 10, "clock": clock,
+        "raw_before": 4000, "stored_before": 2700, "coded_before": 4000,
+        "work_tokens": 1000, "bytes_per_token": 10, "clock": clock,
     }  # fmt: skip
     return Progress(**(values | changes))  # type: ignore[arg-type]
 
@@ -85,11 +86,13 @@ def test_uncommitted_tokens_and_the_oldest_in_flight() -> None:
     progress.begin_work()
     clock.now += 10
     progress.add_captured(200)
-    progress.begin_batch(("ab" * 16, 70), 140)
+    progress.begin_batch(("ab" * 16, 70), 2, 140)
     clock.now += 5
     snapshot = progress.snapshot()
     assert snapshot["uncommitted_tokens"] == 200
-    assert snapshot["oldest_in_flight"] == {"id": "ab" * 16, "tokens": 70, "age_s": 5.0, "expected_s": 10.5}
+    assert snapshot["oldest_in_flight"] == {
+        "id": "ab" * 16, "tokens": 70, "batch_samples": 2, "batch_tokens": 140, "age_s": 5.0, "expected_s": 10.5,
+    }  # fmt: skip
     assert snapshot["still_s"] == 5.0
     assert snapshot["tokens_per_s"] is None
     progress.end_batch()

@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 _RUN = {
-    "state": "`running`, `complete`, `complete_with_rejects`, `stopped`, `gave_up` or `disk`",
+    "state": "`running`, `complete`, `complete_with_rejects`, `stopped`, `gave_up` or `disk`; `status` also says"
+    " `planned` of a run that has a plan and nothing captured, with fewer keys",
     "doing": "what it is at, in words",
     "rows": "rows of the current plan",
     "kept": "rows whose states are all committed",
@@ -22,12 +23,19 @@ _RUN = {
     "uncommitted_tokens": "tokens captured and not yet durable",
     "raw_bytes": "bytes of the committed states as bf16",
     "stored_bytes": "bytes of the shard files",
+    "ratio": "stored bytes over the raw bytes of all that is in the shards, or null",
+    "other_states": "distinct states in the shards that the current plan does not name",
+    "plan": "number of the plan in force",
+    "data": "the file that it was made from",
+    "mask": "its mask policy",
+    "max_length": "where it cuts rows, in tokens",
     "bytes_per_token": "raw bytes of one token's states",
     "tokens_per_s": "tokens committed a second, the newest of `rates`; null before the second commit",
     "captured_tokens_per_s": "tokens captured a second by this call, committed or not; null before the first",
     "rates": "[{`window_s`, `tokens_per_s`, `error`}]: committed tokens a second, with the relative standard error",
     "eta_s": "[low, mid, high] seconds to the end, or null",
-    "oldest_in_flight": "{`id`, `tokens`, `age_s`, `expected_s`} of what the engine has had longest, or null",
+    "oldest_in_flight": "the longest sample of the batch that is with the engine, or null: {`id`, `tokens`, `batch_samples`, `batch_tokens`, `age_s`, "
+    "`expected_s`}",
     "still_s": "seconds since something was last captured or committed",
     "commits": "shards that this call committed",
     "warnings": "texts",
@@ -72,6 +80,9 @@ KEYS: Mapping[str, Mapping[str, str]] = {
     "extract": _RUN,
     "status": {
         **_RUN,
+        "lost_shards": "recorded shards that are not there or have another size; null of a living run",
+        "[rejected_rows]": "[{`line`, `reason`, `detail`}], with `--rejects`",
+        "[quarantined_samples]": "[{`id`, `tokens`, `reason`, `detail`}], with `--rejects`",
         "ledger_problems": "lines of ledgers that cannot be trusted (`verify` names them); null of a living run",
         "holder": "{`pid`, `host`, `started`, `writer`, `command`} of the living process that holds the run, or null",
     },

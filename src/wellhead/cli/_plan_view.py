@@ -145,11 +145,10 @@ class _Plain:
         clock = time.monotonic()
         if clock - self._last >= PLAIN_EVERY_S:
             self._last = clock
-            rate = now.tokens / max(clock - self._began, 1e-9)
+            elapsed = clock - self._began
+            rate = f", {now.tokens / elapsed:,.0f} tok/s" if elapsed > 1 else ""
             done = now.bytes_done / max(now.bytes_total, 1)
-            self._console.print(
-                f"{time.strftime('%H:%M:%S')} {_line(now)}, {done:.0%}, {rate:,.0f} tok/s", soft_wrap=True
-            )
+            self._console.print(f"{time.strftime('%H:%M:%S')} {_line(now)}, {done:.0%}{rate}", soft_wrap=True)
 
 
 def _line(now: PlanProgress) -> str:

@@ -9,7 +9,7 @@ from contextlib import ExitStack, contextmanager
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol
 
-from wellhead.units import format_bytes, format_duration
+from wellhead.units import count, format_bytes, format_duration
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -200,8 +200,13 @@ def speed(snapshot: Snapshot) -> str:
 
 
 def ratio(snapshot: Snapshot) -> str:
-    raw, stored = snapshot["raw_bytes"], snapshot["stored_bytes"]
-    return f"{format_bytes(stored)} stored, ratio {stored / raw:.3f}" if raw and stored else ""
+    if not snapshot["ratio"]:
+        return ""
+    others = f", states of {snapshot['other_states']:,} rows of earlier plans among them"
+    return (
+        f"{format_bytes(snapshot['stored_bytes'])} stored, ratio {snapshot['ratio']:.3f}"
+        f"{others if snapshot['other_states'] else ''}"
+    )
 
 
 def left(snapshot: Snapshot) -> str:
@@ -217,7 +222,8 @@ def doing(snapshot: Snapshot) -> str:
         return str(snapshot["doing"])
     expected = f" (expected {format_duration(oldest['expected_s'])})" if oldest["expected_s"] else ""
     age = format_duration(oldest["age_s"])
-    return f"{snapshot['doing']} {oldest['id'][:8]}, {oldest['tokens']:,} tokens, for {age}{expected}"
+    batch = f"{count(oldest['batch_samples'], 'sample')} of up to {oldest['tokens']:,} tokens"
+    return f"{snapshot['doing']} {batch}, for {age}{expected}"
 
 
 def _trouble(snapshot: Snapshot) -> str:

@@ -70,7 +70,11 @@ class Output:
     def _print_error(self, error: WellheadError) -> None:
         from rich.text import Text
 
-        self.stderr.print(Text("error: ", style="bold red") + Text(error.message, style=""), soft_wrap=True)
+        self.stderr.print(
+            Text(f"{error.label}: ", style="bold red" if error.label == "error" else "bold yellow")
+            + Text(error.message, style=""),
+            soft_wrap=True,
+        )
         if error.hint:
             self.stderr.print(Text("  hint: ", style="bold") + Text(error.hint, style=""), soft_wrap=True)
 

@@ -56,7 +56,9 @@ def extract(
     retry_quarantined: Annotated[bool, typer.Option(help="Try samples again that were quarantined.")] = False,
     mix_engines: Annotated[bool, typer.Option(help="Go on with another engine or version than before.")] = False,
     strict: Strict = False,
-    fault: Annotated[str | None, typer.Option(help="Fault script of the stub engine.")] = None,
+    fault: Annotated[
+        str | None, typer.Option(help="Faults for the stub engine, such as nan:sample=3 (see wellhead.testing.faults).")
+    ] = None,
 ) -> None:
     """Captures the states of every conversation into a run folder, and resumes one."""
     from wellhead.cli._progress import Planning, display
@@ -98,13 +100,13 @@ def extract(
         rejected = sum(outcome.summary["rejected"].values())
         raise CompleteWithRejects(
             f"complete, but {rejected} rows were rejected and {outcome.summary['quarantined']} quarantined",
-            f"`wellhead status {request.run_dir}` lists them by reason",
+            f"`wellhead status {request.run_dir} --rejects` lists them, each with its reason",
         )
 
 
 def _closing(request: Request, summary: dict[str, Any]) -> str:
     from wellhead.cli._progress import ratio
-    from wellhead.units import format_bytes
+    from wellhead.units import count, format_bytes
 
     words = {
         "complete": "complete",
@@ -116,9 +118,9 @@ def _closing(request: Request, summary: dict[str, Any]) -> str:
     lines = [
         f"{request.run_dir}: {words[summary['state']]}",
         f"  {summary['kept']:,} rows kept, {summary['pending']:,} pending, {summary['quarantined']:,} quarantined, "
-        f"{sum(summary['rejected'].values()):,} rejected; {summary['captured']:,} states captured by this call",
-        f"  {summary['tokens']:,} tokens, {format_bytes(summary['raw_bytes'])} raw ({summary['raw_bytes']:,} bytes), "
-        f"{ratio(summary)}",
+        f"{sum(summary['rejected'].values()):,} rejected; {count(summary['captured'], 'state')} captured by this call",
+        f"  {summary['tokens']:,} tokens, {format_bytes(summary['raw_bytes'])} raw ({summary['raw_bytes']:,} bytes)"
+        + (f", {ratio(summary)}" if summary["ratio"] else ""),
     ]
     if summary["state"] == "complete" and not summary["captured"]:
         lines.append("  nothing was left to do")
