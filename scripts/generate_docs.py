@@ -82,7 +82,7 @@ Why what an engine returned is not stored. `--retry-quarantined` tries them agai
 | `no_answer` | the engine returned nothing for this sample |
 | `out_of_memory` | no memory for the sample, not even alone |
 | `engine_error` | the engine said so; the detail has its words |
-| `bad_length`, `bad_token_id` | the model cannot take the sample: too long, or a token id that it has no embedding for |
+| `bad_length`, `bad_token_id` | the model cannot take it: too long, or a token id that it has no embedding for |
 """
 
 

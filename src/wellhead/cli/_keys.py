@@ -34,8 +34,8 @@ _RUN = {
     "captured_tokens_per_s": "tokens captured a second by this call, committed or not; null before the first",
     "rates": "[{`window_s`, `tokens_per_s`, `error`}]: committed tokens a second, with the relative standard error",
     "eta_s": "[low, mid, high] seconds to the end, or null",
-    "oldest_in_flight": "the longest sample of the batch that is with the engine, or null: {`id`, `tokens`, `batch_samples`, `batch_tokens`, `age_s`, "
-    "`expected_s`}",
+    "oldest_in_flight": "the longest sample of the batch that is with the engine, or null: {`id`, `tokens`, "
+    "`batch_samples`, `batch_tokens`, `age_s`, `expected_s`}",
     "still_s": "seconds since something was last captured or committed",
     "commits": "shards that this call committed",
     "warnings": "texts",
