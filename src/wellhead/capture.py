@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from wellhead.compare import to_float32
-from wellhead.core import Capture, Sample
+from wellhead.core import Capture, Sample, sample_id
 from wellhead.engines.base import Payload
 
 if TYPE_CHECKING:
@@ -122,6 +122,8 @@ def _check_ids(sample: Sample, payload: Payload) -> Rejection | None:
     if not np.array_equal(ours, theirs):
         at = int(np.flatnonzero(ours != theirs)[0])
         return Rejection("ids_differ", f"token {at}: {int(ours[at])} sent, {int(theirs[at])} echoed")
+    if sample_id(np.ascontiguousarray(theirs, "<i4").tobytes()) != sample.id:
+        return Rejection("ids_differ", f"the {len(ours)} token ids are not those that {sample.id} is the hash of")
     return None
 
 

@@ -25,6 +25,13 @@ class WellheadError(Exception):
         self.hint = hint
 
 
+class EngineDied(WellheadError):
+    """The engine ended with an error of its own; what was captured before is committed."""
+
+    code = "engine"
+    retryable = True
+
+
 class UsageError(WellheadError):
     """The command line or a configuration value is wrong."""
 

@@ -18,13 +18,13 @@ from typing import Any
 from wellhead.capture import Rejection, check
 from wellhead.core import Capture, PlanItem, Sample
 from wellhead.engines.base import Engine, Failure, Payload
-from wellhead.errors import DiskFailed, DiskFull, GaveUp, Stopped, WellheadError
+from wellhead.errors import DiskFailed, DiskFull, EngineDied, GaveUp, Stopped, WellheadError
 from wellhead.guard import Level, wait_until
 from wellhead.prepare import Observer, Request, load_engine, prepared, write_manifest
 from wellhead.session import Session, session
 from wellhead.store.records import Commit
 
-ENDINGS = (Stopped, GaveUp, DiskFull, DiskFailed)
+ENDINGS = (Stopped, GaveUp, DiskFull, DiskFailed, EngineDied)
 """How the loop may end early. What is in hand then is still kept and committed, as far as the disk lets it be."""
 
 FAILURES_BEFORE_GIVING_UP = 5
@@ -57,6 +57,7 @@ def extract(request: Request, observer: Observer) -> Outcome:
             return Outcome(open_session.finish(error), error)
         finally:
             asyncio.run(engine.aclose())
+        open_session.require_complete()
         return Outcome(open_session.finish())
 
 
@@ -163,16 +164,27 @@ class _Extraction:
         progress.doing = "capturing"
         progress.begin_batch((longest.id, longest.tokens), len(samples), sum(sample.tokens for sample in samples))
         tensors = self._wanted(samples)
-        outcomes = [outcome async for outcome in self._engine.capture(samples, tensors)]
+        outcomes = await self._answers(samples, tensors)
         # A batch that the engine could not take (out of memory) may be one that it can take sample by sample.
         again = {o.sample_id for o in outcomes if isinstance(o, Failure) and o.retryable}
         outcomes = [o for o in outcomes if o.sample_id not in again]
         for sample in samples:
             if sample.id in again:
                 self._events.write("retry_alone", id=sample.id)
-                outcomes += [outcome async for outcome in self._engine.capture([sample], tensors)]
+                outcomes += await self._answers([sample], tensors)
         progress.end_batch()
         return Captured(samples, outcomes)
+
+    async def _answers(self, samples: Sequence[Sample], tensors: Sequence[str]) -> list[Payload | Failure]:
+        try:
+            return [outcome async for outcome in self._engine.capture(samples, tensors)]
+        except WellheadError:
+            raise
+        except Exception as error:  # the seam where an engine's own errors become ours
+            raise EngineDied(
+                f"the engine died: {type(error).__name__}: {error}",
+                "what was captured before is committed; see the engine's own message, then run the same command",
+            ) from error
 
     def _wanted(self, samples: Sequence[Sample]) -> tuple[str, ...]:
         lacking = {name for sample in samples for name in self._work.lacking.get(sample.id, ())}

@@ -54,6 +54,8 @@ class Manifest:
                 f"{paths.root} holds no run: there is no {paths.manifest.name} in it",
                 "name the folder that `wellhead extract --out` was given",
             ) from None
+        except OSError as error:
+            raise StoreDamaged(f"{paths.manifest} cannot be read: {error}", "is the disk well?") from error
         damaged = StoreDamaged(
             f"{paths.manifest} is not what wellhead wrote",
             "restore it from a copy of the run; the states themselves do not depend on it",

@@ -191,7 +191,12 @@ class Plan:
         self.__init__(path)  # type: ignore[misc]
 
     def _read(self, name: str) -> pa.ChunkedArray:
-        return self._groups.file().read(columns=[name], use_threads=False)[name]
+        import pyarrow as pa
+
+        try:
+            return self._groups.file().read(columns=[name], use_threads=False)[name]
+        except (OSError, ValueError, pa.ArrowException) as error:
+            raise StoreDamaged(f"{self.path}: column {name} is damaged: {error}", "remove it and plan again") from error
 
     @cached_property
     def _ids(self) -> list[str]:
@@ -284,7 +289,7 @@ def _read_group(file: pq.ParquetFile, number: int, path: Path) -> _Group:
     try:
         # Not in Arrow's thread pool, which does not survive a fork.
         table = file.read_row_group(number, columns=["id", "input_ids", "loss_mask"], use_threads=False)
-    except (OSError, pa.ArrowException) as error:
+    except (OSError, ValueError, pa.ArrowException) as error:
         raise StoreDamaged(f"row group {number} of {path} is damaged: {error}", "plan again") from error
     tokens: Any = table["input_ids"].combine_chunks()
     mask: Any = table["loss_mask"].combine_chunks()

@@ -6,6 +6,7 @@ arguments → model identity → the run's own spec → lock → plan → what i
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -28,7 +29,7 @@ from wellhead.predict import STORED_RATIO, predict
 from wellhead.run import layers_in_force
 from wellhead.store.index import StoreIndex
 from wellhead.store.life import Life
-from wellhead.store.lock import RunLock
+from wellhead.store.lock import Holder, RunLock
 from wellhead.store.writer import StoreOptions
 from wellhead.testing.faults import FaultScript
 from wellhead.work import Work, pending_work
@@ -79,6 +80,12 @@ class Request:
         if self.fault and self.engine != "stub":
             raise UsageError("--fault is for the stub engine", "add --engine stub, or leave --fault out")
         FaultScript.parse(self.fault or "")
+        for name in ("shard_seconds", "disk_wait_s"):
+            value = getattr(self, name)
+            if value is not None and not (math.isfinite(value) and value >= 0):
+                raise UsageError(
+                    f"--{name.removesuffix('_s').replace('_', '-')} {value} is no time", "seconds, 0 or more"
+                )
 
     @property
     def store_options(self) -> StoreOptions:
@@ -139,7 +146,7 @@ def prepared(request: Request, observer: Observer) -> Iterator[Prepared]:
     paths = RunPaths(request.run_dir)
     manifest = _manifest_of(paths, spec)
     asked = parse_layers(request.layers, shape.blocks) if request.layers or manifest is None else manifest.layers
-    life = Life.this_process()
+    life = Life.this_process(after=_earlier_lives(paths))
     with RunLock.acquire(paths.root, life).beating():
         plan = _plan(request, paths, model_dir, observer)
         index = StoreIndex.load(paths.root, spec.fingerprint)
@@ -232,6 +239,12 @@ def _plan(request: Request, paths: RunPaths, model_dir: Path, observer: Observer
         f"plan {plan.number}: {plan.rows:,} rows, {rejected:,} rejected, {len(plan.items()):,} distinct samples"
     )
     return plan
+
+
+def _earlier_lives(paths: RunPaths) -> list[str]:
+    holder = Holder.read(paths.lock)
+    known = [path.name for path in paths.writers.iterdir()] if paths.writers.is_dir() else []
+    return known if holder is None else [*known, holder.life.id]
 
 
 def _changes(before: Plan, now: Plan) -> str:

@@ -63,7 +63,7 @@ class Run:
         self.paths = RunPaths(Path(root))
         self.manifest = Manifest.read(self.paths)
         self.plan = Plan.current(self.paths.root)
-        self.index = StoreIndex.load(self.paths.root)
+        self.index = StoreIndex.load(self.paths.root, self.manifest.spec.fingerprint)
         self._reader = StateReader(self.paths.root, self.index)
 
     def __repr__(self) -> str:

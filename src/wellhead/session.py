@@ -7,7 +7,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from wellhead.engines.base import Engine
-from wellhead.errors import CompleteWithRejects, DiskFailed, DiskFull, WellheadError
+from wellhead.errors import CompleteWithRejects, DiskFailed, DiskFull, EngineDied, Stopped, StoreDamaged, WellheadError
 from wellhead.guard import DiskGuard
 from wellhead.heartbeat import Heartbeat, Snapshot
 from wellhead.log import EventLog, RunLog
@@ -18,6 +18,9 @@ from wellhead.store.index import StoreIndex
 from wellhead.store.recovery import RecoveryReport, recover
 from wellhead.store.writer import StoreWriter
 from wellhead.work import other_states, plan_facts, quarantine_reasons
+
+_ENDED_AS = {DiskFailed: DiskFull.code, EngineDied: Stopped.code}
+"""Errors whose code is no state of a run."""
 
 DEADLY_LIVES = 3
 """So many processes must have died with a sample in hand before that is worth a word."""
@@ -77,10 +80,26 @@ class Session:
         self.log.line(f"capturing {self.work.pending_tokens} tokens of {len(self.work.lacking)} states with {info}")
         self.progress.begin_work()
 
+    def require_complete(self) -> None:
+        """Looks at the disk once more before anything is called complete: the folder may have been changed under us.
+
+        Raises StoreDamaged."""
+        index = StoreIndex.load(self.run.paths.root, self.run.spec.fingerprint)
+        folder = self.run.paths.states
+        sizes = {path.name: path.stat().st_size for path in folder.iterdir()} if folder.is_dir() else {}
+        lost = [shard.name for shard in index.shards if sizes.get(shard.name) != shard.size]
+        missing = len(self.run.work(index).lacking)
+        if lost or missing:
+            raise StoreDamaged(
+                f"{self.run.paths.root} was changed while it was written: {missing} states are not recorded any more, "
+                f"{len(lost)} shards are not there",
+                "find out by whom, then run the same command: it captures what is lacking",
+            )
+
     def finish(self, error: WellheadError | None = None) -> dict[str, Any]:
         """Sets the final state, publishes it and returns the object of `extract --json`."""
         summary = self.snapshot()
-        state = "complete" if error is None else DiskFull.code if isinstance(error, DiskFailed) else error.code
+        state = "complete" if error is None else _ENDED_AS.get(type(error), error.code)
         if state == "complete" and (sum(summary["rejected"].values()) or summary["quarantined"]):
             state = CompleteWithRejects.code
         self.progress.state, self.progress.doing = state, "ended"
@@ -120,7 +139,7 @@ def session(run: Prepared, observer: Observer) -> Iterator[Session]:
         writer = StoreWriter(run.paths.root, run.life, run.spec.fingerprint, run.request.store_options)
         stack.callback(writer.close)
         report = recover(run.paths.root, writer)
-        opened = Session(run, report.index or StoreIndex.load(run.paths.root), stack)
+        opened = Session(run, report.index or StoreIndex.load(run.paths.root, run.spec.fingerprint), stack)
         opened.open_life(writer, observer.show)
         for words in (*_told(report), *_deadly(opened)):
             observer.say(words)

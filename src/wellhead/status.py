@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -139,8 +140,10 @@ def _published(paths: RunPaths, life_id: str) -> dict[str, Any] | None:
 
 def _last_published(paths: RunPaths) -> dict[str, Any]:
     """The last status of the last life that published one; ids sort by time."""
-    files = sorted(paths.writers.glob("*/status.json"))
-    return (_published(paths, files[-1].parent.name) or {}) if files else {}
+    for file in sorted(paths.writers.glob("*/status.json"), reverse=True):
+        with suppress(StoreDamaged):  # never synced: a power cut may leave it empty
+            return _published(paths, file.parent.name) or {}
+    return {}
 
 
 def _describe(holder: Holder) -> dict[str, Any]:

@@ -21,7 +21,10 @@ def parse_size(text: str | int) -> int:
     power = _DECIMAL.lower().index(prefix.lower()) + 1 if prefix else 0
     base = 1024 if binary else 1000
     # Exact: a float would round sizes beyond 2^53.
-    return int(Decimal(number) * int(base**power))
+    size = int(Decimal(number) * int(base**power))
+    if size >= 1 << 63:
+        raise UsageError(f"{text!r} is more than any disk holds", "write a number and a unit, such as 400GB")
+    return size
 
 
 def format_bytes(count: float) -> str:

@@ -21,6 +21,7 @@ from wellhead.plan_file import file_xxh3
 from wellhead.plan_read import Pointer
 from wellhead.run import Run
 from wellhead.store.atomic import TEMP_PREFIX
+from wellhead.store.head import MAX_HEAD_BYTES
 from wellhead.store.index import ShardInfo
 from wellhead.store.life import is_dead
 from wellhead.store.records import shard_life
@@ -115,11 +116,14 @@ def _shards(run: Run) -> Iterator[Finding]:
             detail = f"recorded with {shard.samples} samples, not there; extract captures them again"
             yield Finding("missing", detail, shard.name)
             continue
+        except OSError as error:
+            yield Finding("missing", f"cannot be read: {error}", shard.name)
+            continue
         if size != shard.size:
             yield Finding("corrupt", f"{size} bytes, {shard.size} recorded", shard.name)
             continue
         with path.open("rb") as file:
-            head = file.read(shard.head_size)
+            head = file.read(min(shard.head_size, MAX_HEAD_BYTES))
         if xxhash.xxh3_64_intdigest(head) != shard.head_xxh3:
             yield Finding("corrupt", "the header is not the one that was recorded", shard.name)
             continue
@@ -156,7 +160,7 @@ def _strangers(run: Run) -> Iterator[Finding]:
         elif life is None:
             yield Finding("foreign", "no file of this run", name)
         elif _is_over(run, life):
-            detail = "published by a process that died before it could record it; the next extract settles it"
+            detail = "no ledger names it; an extract later than 5 minutes after it was written adopts or removes it"
             yield Finding("orphan", detail, name)
 
 

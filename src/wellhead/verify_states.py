@@ -42,8 +42,8 @@ class DeepCheck:
         for shard in self._run.index.shards:
             try:
                 yield from self._shard(shard)
-            except (StoreDamaged, OSError) as error:
-                yield Finding("corrupt", str(error), shard.name)
+            except (StoreDamaged, OSError, MemoryError, OverflowError) as error:
+                yield Finding("corrupt", str(error) or type(error).__name__, shard.name)
             self.checked["stored_bytes"] += shard.size
             progress(self.checked["stored_bytes"], self._run.index.stored_bytes)
         self._files.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+import subprocess
 import time
 from pathlib import Path
 from typing import Any
@@ -181,8 +182,10 @@ def test_too_many_failures_end_the_run_and_it_can_go_on(job: Job) -> None:
 
 def test_an_engine_that_dies_costs_only_what_was_in_hand(job: Job) -> None:
     job.write(rows(40))
-    error = job("--fault", "dies:sample=30", "--shard-seconds", "0", code=1)["error"]
-    assert "RuntimeError" in error["message"]
+    result = job("--fault", "dies:sample=30", "--shard-seconds", "0", code=1)
+    assert result["error"]["code"] == "engine"
+    assert "RuntimeError" in result["error"]["message"]
+    assert result["state"] == "stopped"
     kept = len(wellhead.open(job.run))
     assert kept > 0
     assert job()["captured"] == 40 - kept
@@ -249,6 +252,41 @@ def test_a_planned_run_has_a_status(job: Job) -> None:
         4,
         {"bad_json": 1},
     )
+
+
+@pytest.mark.parametrize("what", ["writers", "states"])
+def test_complete_is_not_said_of_what_was_taken_away_meanwhile(job: Job, what: str) -> None:
+    job.write(rows(40))
+    process = job.cli.start("--json", *job.arguments("--fault", "slow:seconds=0.1", "--shard-seconds", "0"))
+    wait_for(lambda: committed(job.run))
+    for path in sorted((job.run / what).rglob("*"), reverse=True):
+        if path.is_file() and not path.name.startswith("."):
+            path.unlink()
+    stdout, stderr = process.communicate(timeout=60)
+    assert process.returncode == 6, stderr
+    assert json.loads(stdout)["error"]["code"] == "damaged"
+    assert job()["kept"] == 40
+
+
+def test_a_status_file_that_a_power_cut_left_empty_is_no_obstacle(job: Job) -> None:
+    job.write(rows(4))
+    job()
+    (status,) = job.run.glob("writers/*/status.json")
+    status.write_bytes(b"")
+    assert job.cli("status", job.run, "--json").json["state"] == "complete"
+
+
+def test_words_that_are_no_text_and_numbers_that_are_no_size(job: Job) -> None:
+    job.write(rows(1))
+    for arguments in (["status", b"o\xff"], ["plan", b"bad\xff.jsonl", "--model", job.model]):
+        words = [word if isinstance(word, bytes) else str(word).encode() for word in arguments]
+        done = subprocess.run(
+            [*map(str.encode, job.cli.command("--json")), *words], env=job.cli.env, capture_output=True, text=True
+        )
+        assert done.returncode == 2, done.stderr
+        assert json.loads(done.stdout)["error"]["code"] == "usage"
+    assert job("--reserve", "9999999999EB", code=2)["error"]["code"] == "usage"
+    assert job("--shard-seconds", "nan", code=2)["error"]["code"] == "usage"
 
 
 def test_lost_shards_show_in_the_status(job: Job) -> None:

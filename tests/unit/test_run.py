@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import pickle
+import shutil
+import zlib
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import ml_dtypes
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 import wellhead
@@ -112,3 +116,58 @@ def test_a_quick_look_for_findings(run: Path) -> None:
 def test_no_run_is_said_in_words(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="holds no run"):
         wellhead.open(tmp_path)
+
+
+def test_states_of_another_spec_never_count(tmp_path: Path) -> None:
+    """Two runs of one text under two specs, their folders thrown together: each reads its own values or none."""
+    rows = conversations(5)
+    run_stub(tmp_path / "a", rows, shard_seconds=0)
+    run_stub(tmp_path / "b", rows, shard_seconds=0, final="pre_norm")
+    theirs, ours = tmp_path / "b" / "run", tmp_path / "a" / "run"
+    shutil.copytree(theirs / "states", ours / "states", dirs_exist_ok=True)
+    shutil.copytree(theirs / "writers", ours / "writers", dirs_exist_ok=True)
+    fingerprint = wellhead.open(ours).spec.fingerprint
+    with wellhead.open(ours) as opened:
+        assert all(fingerprint in (ours / "states" / shard.name).read_text("latin-1") for shard in opened.index.shards)
+        assert {finding.kind for finding in opened.findings()} >= {"foreign"}
+    for shard in {shard.name for shard in opened.index.shards}:
+        (ours / "states" / shard).unlink()
+    assert run_stub(tmp_path / "a", rows).summary["captured"] == 5  # not theirs
+
+
+def test_a_clock_that_went_back_loses_nothing(tmp_path: Path) -> None:
+    """A life of the future committed a shard that is then lost: the next life's tombstone must count all the same."""
+    rows = conversations(5)
+    run_stub(tmp_path, rows)
+    run = tmp_path / "run"
+    (life,) = (run / "writers").iterdir()
+    future = life.name.replace(life.name[:4], "2999")
+    for path in (life / "ledger.jsonl", run / "run.lock"):
+        if path.name == "run.lock":
+            path.write_text(path.read_text().replace(life.name, future))
+            continue
+        lines = [line.replace(life.name.encode(), future.encode()) for line in path.read_bytes().splitlines()]
+        texts = [line[: line.rindex(b',"crc":"')] for line in lines]
+        path.write_bytes(b"".join(b'%b,"crc":"%08x"}\n' % (text, zlib.crc32(text)) for text in texts))
+    life.rename(run / "writers" / future)
+    (shard,) = (run / "states").iterdir()
+    shard = shard.rename(run / "states" / shard.name.replace(life.name, future))
+    assert len(wellhead.open(run)) == 5
+    assert run_stub(tmp_path, rows).summary["captured"] == 0
+    shard.write_bytes(shard.read_bytes()[:-1])
+    assert run_stub(tmp_path, rows).summary["captured"] == 5
+    assert run_stub(tmp_path, rows).summary["captured"] == 0
+
+
+def test_a_plan_whose_ids_were_changed_is_not_captured_under_their_names(tmp_path: Path) -> None:
+    run_stub(tmp_path, conversations(6), fault="fail:share=1", max_failure_rate=1.0)
+    path = tmp_path / "run" / "plan" / "1.parquet"
+    table = pq.read_table(path)
+    ids = table["input_ids"].to_pylist()
+    ids[2][3] += 1
+    changed = table.set_column(
+        table.schema.get_field_index("input_ids"), table.schema.field("input_ids"), pa.array(ids, pa.list_(pa.int32()))
+    )
+    pq.write_table(changed, path)
+    outcome = run_stub(tmp_path, conversations(6), retry_quarantined=True)
+    assert (outcome.summary["kept"], outcome.summary["quarantine"]) == (5, {"ids_differ": 1})

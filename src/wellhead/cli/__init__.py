@@ -40,6 +40,12 @@ def run(argv: Sequence[str], verbs: Verbs | None = None) -> int:
     verbs = shipped() if verbs is None else verbs
     arguments = split(argv or ["--help"], partial(_valued, verbs))
     output = Output(json=arguments.json, quiet=arguments.quiet)
+    garbled = [word for word in argv if not _is_text(word)]
+    if garbled:
+        word = garbled[0].encode(errors="backslashreplace").decode()
+        refusal = UsageError(f"{word} is no UTF-8 text", "wellhead writes names into JSON files: rename it")
+        output.finish(refusal)
+        return refusal.exit_code
     try:
         with contextlib.redirect_stdout(sys.stderr) if arguments.json else contextlib.nullcontext():
             code, error = _outcome(arguments, verbs, output)
@@ -54,6 +60,14 @@ def run(argv: Sequence[str], verbs: Verbs | None = None) -> int:
 
 def _valued(verbs: Verbs, verb: str) -> set[str]:
     return valued_options(build({verb: verbs[verb]}), verb) if verb in verbs else set()
+
+
+def _is_text(word: str) -> bool:
+    try:
+        word.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _outcome(arguments: Arguments, verbs: Verbs, output: Output) -> tuple[int, WellheadError | None]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Mapping
 from functools import cached_property
@@ -97,5 +98,9 @@ def _to_json(value: Mapping[str, Any]) -> str:
     """One line. NaN and infinities become null; paths and other objects their text."""
     import orjson
 
+    # orjson knows neither integers beyond 64 bits nor text that is no UTF-8; the slow one writes both.
     options = orjson.OPT_APPEND_NEWLINE | orjson.OPT_NON_STR_KEYS | orjson.OPT_SERIALIZE_NUMPY
-    return orjson.dumps(dict(value), default=str, option=options).decode()
+    try:
+        return orjson.dumps(dict(value), default=str, option=options).decode()
+    except TypeError:
+        return json.dumps(value, default=str) + "\n"

@@ -62,8 +62,8 @@ def plan(
     lengths: Annotated[
         Path | None, typer.Option(help="Token lengths instead of DATA: an integer a line, or a JSON list.")
     ] = None,
-    hidden_size: Annotated[int | None, typer.Option(help="Of the model, with --lengths.", min=1)] = None,
-    blocks: Annotated[int | None, typer.Option(help="Blocks of the model, with --lengths.", min=1)] = None,
+    hidden_size: Annotated[int | None, typer.Option(help="Of the model, with --lengths.", min=1, max=1 << 20)] = None,
+    blocks: Annotated[int | None, typer.Option(help="Blocks of the model, with --lengths.", min=1, max=1 << 20)] = None,
     observed: Annotated[
         str | None, typer.Option(help="SIZE/SAMPLES seen on disk, such as 13GB/121: what is that worth?")
     ] = None,
@@ -253,7 +253,7 @@ def _room(out: Path | None, free: str | None, reserve: str) -> Room:
 def _seconds(text: str, tokens: int) -> tuple[float, float]:
     try:
         rates = [float(part) for part in text.split("-")]
-        if not 1 <= len(rates) <= 2 or min(rates) <= 0:
+        if not 1 <= len(rates) <= 2 or not all(0 < rate < float("inf") for rate in rates):
             raise ValueError(text)
     except ValueError as error:
         raise UsageError(f"--tokens-per-s {text!r} is no speed", "write it like 800 or 700-900") from error

@@ -163,7 +163,11 @@ def _named(value: Any) -> dict[str, str]:
     if isinstance(value, str):
         return {"default": value}
     if isinstance(value, list):
-        return {str(item["name"]): str(item["template"]) for item in value if isinstance(item, dict) and "name" in item}
+        return {
+            str(item["name"]): str(item["template"])
+            for item in value
+            if isinstance(item, dict) and {"name", "template"} <= item.keys()
+        }
     return cast("dict[str, str]", dict(value)) if isinstance(value, dict) else {}
 
 

@@ -12,15 +12,16 @@ import re
 import secrets
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
 HEARTBEAT_LIMIT_S = 300.0
 """A life on another machine counts as dead when its last sign is older; it beats every 2 s."""
 
+_MOMENT = "%Y%m%dT%H%M%S.%fZ"
 _PROC = Path("/proc")
 
 _ended: set[str] = set()
@@ -43,14 +44,19 @@ class Life:
     pid_namespace: str
 
     @classmethod
-    def this_process(cls) -> Life:
-        """A new life, another one at each call."""
+    def this_process(cls, after: Iterable[str] = ()) -> Life:
+        """A new life, another one at each call. Its id sorts behind all those of `after`, whatever the clock says:
+        the order of ids is the order of what lives recorded."""
         host, pid = socket.gethostname(), os.getpid()
-        moment = datetime.now(UTC).strftime("%Y%m%dT%H%M%S.%fZ")
+        begun = datetime.now(UTC)
+        newest = max((moment for id in after if (moment := _moment(id)) is not None), default=None)
+        if newest is not None and newest >= begun:
+            begun = newest + timedelta(microseconds=1)
+        time_of_birth = begun.strftime(_MOMENT)
         name = re.sub(r"[^A-Za-z0-9]+", "-", host).strip("-")[:32] or "host"
         start = start_time_of(pid)
         return cls(
-            f"{moment}-{name}-{pid}-{secrets.token_hex(2)}",
+            f"{time_of_birth}-{name}-{pid}-{secrets.token_hex(2)}",
             host,
             pid,
             0.0 if start is None else start,
@@ -61,11 +67,8 @@ class Life:
     @property
     def started(self) -> str:
         """The UTC time in the id, for people."""
-        try:
-            moment = datetime.strptime(self.id.split("-")[0], "%Y%m%dT%H%M%S.%fZ")
-        except ValueError:
-            return "an unknown time"
-        return moment.strftime("%Y-%m-%d %H:%M:%S UTC")
+        moment = _moment(self.id)
+        return "an unknown time" if moment is None else moment.strftime("%Y-%m-%d %H:%M:%S UTC")
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -87,6 +90,13 @@ class Life:
         if value["pid"] <= 0 or not is_life_id(value["id"]):
             raise ValueError("a life with an impossible pid or id")
         return cls(**{name: value[name] for name in kinds})
+
+
+def _moment(life_id: str) -> datetime | None:
+    try:
+        return datetime.strptime(life_id.split("-")[0], _MOMENT).replace(tzinfo=UTC)
+    except ValueError:
+        return None
 
 
 def is_life_id(name: str) -> bool:

@@ -39,7 +39,11 @@ class Holder:
     released: bool = False
 
     def to_bytes(self) -> bytes:
-        value = {"life": self.life.to_json(), "command": self.command, "released": self.released}
+        value = {
+            "life": self.life.to_json(),
+            "command": self.command.encode(errors="backslashreplace").decode(),
+            "released": self.released,
+        }
         return orjson.dumps(value, option=orjson.OPT_APPEND_NEWLINE)
 
     @classmethod
@@ -50,7 +54,7 @@ class Holder:
             return cls(Life.from_json(value["life"]), str(value["command"]), value["released"] is True)
         except FileNotFoundError:
             return None
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise StoreDamaged(
                 f"{path} cannot be read: {error}",
                 "if no wellhead process works on this run, remove this file and start again",
@@ -115,7 +119,8 @@ class RunLock:
         finally:
             end.set()
             thread.join()
-            self.release()
+            with contextlib.suppress(OSError):  # on a full disk: the death of this process frees the run as well
+                self.release()
 
     def _write(self, temp: Path) -> float:
         """Our life in a durable file, to be linked; returns the time by the clock of the file system."""

@@ -33,8 +33,10 @@ def conversations(count: int, seed: int = 3) -> list[dict[str, Any]]:
 
 
 def write_rows(path: Path, rows: Sequence[Any]) -> Path:
-    """A JSONL file; a row that is text is written as it is."""
-    path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
+    """A JSONL file; a row that is text is written as it is. A file that holds this already is left untouched."""
+    text = "".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows)
+    if not path.exists() or path.read_text() != text:
+        path.write_text(text)
     return path
 
 
@@ -42,6 +44,7 @@ def run_stub(folder: Path, rows: Sequence[Any], **changes: Any) -> Outcome:
     """Extracts `rows` into `folder`/run with the stub engine and a tiny model; resumes when called again.
 
     `changes` are fields of `Request`."""
+    folder.mkdir(parents=True, exist_ok=True)
     request = Request(
         data=write_rows(folder / "data.jsonl", rows),
         model=str(make_tiny_model(folder / "model")),
