@@ -17,7 +17,7 @@ from wellhead.prepare import Observer, Prepared, require_room
 from wellhead.store.index import StoreIndex
 from wellhead.store.recovery import RecoveryReport, recover
 from wellhead.store.writer import StoreWriter
-from wellhead.work import other_states, plan_facts, quarantine_reasons
+from wellhead.work import other_states, pending_work, plan_facts, quarantine_reasons
 
 _ENDED_AS = {DiskFailed: DiskFull.code, EngineDied: Stopped.code}
 """Errors whose code is no state of a run."""
@@ -88,7 +88,7 @@ class Session:
         folder = self.run.paths.states
         sizes = {path.name: path.stat().st_size for path in folder.iterdir()} if folder.is_dir() else {}
         lost = [shard.name for shard in index.shards if sizes.get(shard.name) != shard.size]
-        missing = len(self.run.work(index).lacking)
+        missing = len(pending_work(self.run.plan, index, self.run.tensors).lacking)
         if lost or missing:
             raise StoreDamaged(
                 f"{self.run.paths.root} was changed while it was written: {missing} states are not recorded any more, "
