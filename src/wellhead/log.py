@@ -23,6 +23,7 @@ class _Lines:
         self._lock = threading.Lock()
         self._missing = 0
         self._reason = ""
+        self._torn = False
 
     def __enter__(self) -> Self:
         return self
@@ -47,11 +48,17 @@ class _Lines:
                 self._missing += 1
 
     def _write(self, line: str) -> bool:
+        # Behind half a line (a disk that filled up in the middle of it) the next one starts anew.
+        data = b"\n" * self._torn + f"{line}\n".encode(errors="backslashreplace")
         try:
-            os.write(self._fd, f"{line}\n".encode(errors="backslashreplace"))
+            written = os.write(self._fd, data)
         except OSError as error:
             self._reason = error.strerror or str(error)
             return False
+        if written < len(data):
+            self._torn, self._reason = True, "no room for a whole line"
+            return False
+        self._torn = False
         return True
 
     def _gap(self, lines: int, reason: str) -> str:

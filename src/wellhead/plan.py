@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from wellhead.dataset.overlay import ControlTokens, MaskPolicy, Overlay
-from wellhead.errors import DiskFull, PreflightRefused, RunHeld, UsageError, is_no_room
+from wellhead.errors import DiskFull, PreflightRefused, RunHeld, StoreDamaged, UsageError, is_no_room
 from wellhead.identity import model_shape
 from wellhead.paths import RunPaths
 from wellhead.plan_file import PlanHead, SourceFile, file_xxh3
@@ -64,7 +64,7 @@ def make_plan(
     if plan is None:
         from wellhead import plan_build
 
-        number = earlier[-1].number + 1 if earlier else 1
+        number = max(_numbers(paths), default=0) + 1
         head = PlanHead(number, overlay, source, model_dir.resolve().name)
         asked = plan_build.Source(data, model_dir, earlier, options.strict)
         with _disk_errors(paths.plans):
@@ -82,9 +82,18 @@ def make_plan(
 
 
 def _plans(paths: RunPaths) -> list[Plan]:
-    """Every plan of the run, by number: also those that are not in force any more."""
-    numbers = [int(file.stem) for file in paths.plans.glob("*.parquet") if file.stem.isascii() and file.stem.isdigit()]
-    return [Plan.load(paths.plan(number)) for number in sorted(numbers)]
+    """Every plan of the run that can be read, by number: also those that are not in force any more. A damaged one in
+    force is refused elsewhere; another one is only not reused."""
+    plans = []
+    for number in _numbers(paths):
+        with contextlib.suppress(StoreDamaged):
+            plans.append(Plan.load(paths.plan(number)))
+    return plans
+
+
+def _numbers(paths: RunPaths) -> list[int]:
+    names = (file.stem for file in paths.plans.glob("*.parquet"))
+    return sorted(int(name) for name in names if name.isascii() and name.isdigit())
 
 
 def _source(data: Path) -> SourceFile:

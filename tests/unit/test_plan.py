@@ -385,3 +385,12 @@ def test_memory_is_flat_in_the_file_s_size(tmp_path: Path, model: Path) -> None:
         done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=280)
         peaks.append(int(done.stdout))
     assert peaks[1] - peaks[0] < 40 << 20, peaks
+
+
+def test_an_old_plan_that_cannot_be_read_is_no_obstacle(tmp_path: Path, data: Path, model: Path) -> None:
+    run = tmp_path / "run"
+    make_plan(run, data, model)
+    (RunPaths(run).plans / "7.parquet").write_bytes(b"no parquet")
+    (RunPaths(run).plans / "9.parquet").mkdir()
+    assert make_plan(run, data, model).number == 1
+    assert make_plan(run, data, model, PlanOptions(mask="last-assistant")).number == 10
