@@ -26,6 +26,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -122,7 +123,7 @@ def prefill(setting: Setting) -> Callable[[], None]:
 
 def extract(setting: Setting) -> Callable[[], None]:
     loaded = TransformersEngine(setting.model_dir, setting.layers, dtype=setting.dtype)
-    observer = Observer(_ignore, _ignore, _ignore, lambda: False)
+    observer = Observer(_ignore, _ignore, lambda: nullcontext(_ignore), lambda: False)
     data = setting.scratch / "rows.jsonl"
     data.write_text("".join(DATA.read_text(encoding="utf-8").splitlines(keepends=True)[: setting.rows]))
     numbers = itertools.count()

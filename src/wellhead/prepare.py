@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -42,12 +42,13 @@ if TYPE_CHECKING:
 class Observer:
     """Who watches a run. `show` is called every 2 s from a thread of its own, the others from the caller's.
 
-    `say` gets remarks for people, `planning` the reading of the data file, `show` the figures of status.json; once
-    `stop_asked` answers true, the batch in hand is finished and committed."""
+    `say` gets remarks for people, `planning` surrounds the reading of the data file and gives what its progress is told
+    to, `show` gets the figures of status.json; once `stop_asked` answers true, the batch in hand is finished and
+    committed."""
 
     say: Callable[[str], None]
     show: Callable[[dict[str, Any]], None]
-    planning: Callable[[PlanProgress], None]
+    planning: Callable[[], AbstractContextManager[Callable[[PlanProgress], None]]]
     stop_asked: Callable[[], bool]
 
 
@@ -223,13 +224,12 @@ def _manifest_of(paths: RunPaths, spec: CaptureSpec) -> Manifest | None:
 
 
 def _plan(request: Request, paths: RunPaths, model_dir: Path, observer: Observer) -> Plan:
-    def progress(now: PlanProgress) -> None:
-        observer.planning(now)
-        if observer.stop_asked():
-            raise Stopped(f"stopped while planning, after {now.rows:,} rows", "run the same command to begin again")
-
     before = Plan.find(paths.root)
-    plan = make_plan(paths.root, request.data, model_dir, request.plan, progress)
+    try:
+        with observer.planning() as progress:
+            plan = make_plan(paths.root, request.data, model_dir, request.plan, progress)
+    except KeyboardInterrupt:  # at once, in the middle of a row: nothing of a plan counts before it is whole
+        raise Stopped("stopped while planning; nothing was captured", "run the same command to begin again") from None
     if not plan.rows:
         raise UsageError(f"{request.data} holds no row", "give a JSONL file with a conversation a line")
     rejected = sum(plan.rejected.values())

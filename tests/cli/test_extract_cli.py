@@ -196,3 +196,18 @@ def test_it_does_not_fit_is_said_before_anything_is_loaded(job: Job) -> None:
     error = job("--reserve", "900TB", code=3)["error"]
     assert error["code"] == "does_not_fit"
     assert not (job.run / "run.json").exists()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_template_that_never_ends_is_left_at_the_first_signal(job: Job, number: signal.Signals) -> None:
+    endless = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+    (job.model / "chat_template.jinja").write_text(endless)
+    job.write(rows(3))
+    process = job.cli.start("--json", *job.arguments())
+    wait_for(lambda: list(job.run.glob("plan/.*.tmp")))
+    time.sleep(0.5)
+    process.send_signal(number)
+    stdout, stderr = process.communicate(timeout=20)
+    assert process.returncode == 11, stderr
+    assert json.loads(stdout)["error"]["code"] == "stopped"
+    assert list((job.run / "plan").iterdir()) == []

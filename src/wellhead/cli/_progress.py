@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -13,8 +13,6 @@ from wellhead.units import count, format_bytes, format_duration
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
-
-    from wellhead.plan_build import PlanProgress
 
 PLAIN_EVERY_S = 10.0
 
@@ -39,30 +37,6 @@ def display(console: Console, quiet: bool) -> Display:
     if quiet:
         return Silent()
     return Live(console) if console.is_terminal else Plain(console)
-
-
-class Planning:
-    """The reading of the data file: a bar that comes with the first figures and goes with the last."""
-
-    def __init__(self, console: Console, quiet: bool) -> None:
-        self._console, self._quiet = console, quiet
-        self._open = ExitStack()
-        self._tick: Callable[[PlanProgress], None] | None = None
-
-    def __enter__(self) -> Planning:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._open.close()
-
-    def __call__(self, now: PlanProgress) -> None:
-        from wellhead.cli._plan_view import progress
-
-        if self._tick is None:
-            self._tick = self._open.enter_context(progress(self._console, self._quiet))
-        self._tick(now)
-        if now.bytes_done >= now.bytes_total:
-            self._open.close()
 
 
 class Silent:

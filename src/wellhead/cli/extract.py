@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -26,6 +28,7 @@ from wellhead.engines.base import EngineName
 from wellhead.errors import CompleteWithRejects
 
 if TYPE_CHECKING:
+    from wellhead.plan_build import PlanProgress
     from wellhead.prepare import Request
 
 
@@ -61,7 +64,8 @@ def extract(
     ] = None,
 ) -> None:
     """Captures the states of every conversation into a run folder, and resumes one."""
-    from wellhead.cli._progress import Planning, display
+    from wellhead.cli._plan_view import progress
+    from wellhead.cli._progress import display
     from wellhead.cli._signals import stop_on_signals
     from wellhead.extract import extract as run_extract
     from wellhead.plan import PlanOptions
@@ -87,12 +91,14 @@ def extract(
         fault=fault,
     )
     say = output(context)
-    with (
-        display(say.stderr, say.quiet) as screen,
-        Planning(say.stderr, say.quiet) as planning,
-        stop_on_signals(screen.tell) as stop_asked,
-    ):
-        outcome = run_extract(request, Observer(say.say, screen.show, planning, stop_asked))
+    with display(say.stderr, say.quiet) as screen, stop_on_signals(screen.tell) as stop:
+
+        @contextmanager
+        def planning() -> Iterator[Callable[[PlanProgress], None]]:
+            with progress(say.stderr, say.quiet) as tick, stop.interruptible():
+                yield tick
+
+        outcome = run_extract(request, Observer(say.say, screen.show, planning, stop))
     say.result(outcome.summary, _closing(request, outcome.summary))
     if outcome.error is not None:
         raise outcome.error

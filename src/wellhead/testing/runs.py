@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -52,7 +53,7 @@ def run_stub(folder: Path, rows: Sequence[Any], **changes: Any) -> Outcome:
         layers="1,3",
         engine="stub",
     )
-    return extract(replace(request, **changes), Observer(_ignore, _ignore, _ignore, lambda: False))
+    return extract(replace(request, **changes), Observer(_ignore, _ignore, lambda: nullcontext(_ignore), lambda: False))
 
 
 def _ignore(_: Any) -> None:
