@@ -42,8 +42,9 @@ class Outcome:
 def extract(request: Request, observer: Observer) -> Outcome:
     """Captures everything that `request` asks for and the run does not hold yet.
 
-    Ends as Outcome when the run was reached (complete, stopped, gave up, disk
-    full); everything that was refused before that is raised as a WellheadError."""
+    Gives an Outcome once capturing has begun, or if nothing was left to do (complete, stopped, gave up, disk full, the
+    engine died); what is refused before that is raised as a WellheadError, and so is StoreDamaged, for a folder that
+    somebody changed meanwhile."""
     with prepared(request, observer) as run, session(run, observer) as open_session:
         if not open_session.work.lacking:
             error = too_many_failures(len(open_session.work.quarantined), len(open_session.work.items), request)
@@ -62,7 +63,7 @@ def extract(request: Request, observer: Observer) -> Outcome:
 
 
 async def capture_all(open_session: Session, engine: Engine, stop_asked: Callable[[], bool]) -> None:
-    """Everything that is pending. Raises Stopped, GaveUp or DiskFull, always after committing what was captured."""
+    """Everything that is pending. Raises one of `ENDINGS`, always after committing what was captured."""
     await _Extraction(open_session, engine, stop_asked).run()
 
 
