@@ -14,10 +14,10 @@ from wellhead.log import EventLog, RunLog
 from wellhead.metrics import Progress
 from wellhead.plan import Plan
 from wellhead.prepare import Observer, Prepared, require_room
-from wellhead.store.index import StoreIndex
+from wellhead.store.index import StoreIndex, file_sizes
 from wellhead.store.recovery import RecoveryReport, recover
 from wellhead.store.writer import StoreWriter
-from wellhead.work import other_states, pending_work, plan_facts, quarantine_reasons
+from wellhead.work import Work, other_states, pending_work, plan_facts, quarantine_reasons
 
 _ENDED_AS = {DiskFailed: DiskFull.code, EngineDied: Stopped.code}
 """Errors whose code is no state of a run."""
@@ -29,10 +29,10 @@ DEADLY_LIVES = 3
 class Session:
     """What the loop works with. Made by `session`; `begin` and `finish` mark the loop's ends."""
 
-    def __init__(self, run: Prepared, index: StoreIndex, stack: ExitStack) -> None:
+    def __init__(self, run: Prepared, index: StoreIndex, work: Work, stack: ExitStack) -> None:
         self.run = run
         self.index = index
-        self.work = run.work(index)
+        self.work = work
         self.guard = DiskGuard(run.paths.root, run.request.reserve_bytes, run.ratio)
         self.progress = Progress(
             rows=run.plan.rows,
@@ -85,9 +85,7 @@ class Session:
 
         Raises StoreDamaged."""
         index = StoreIndex.load(self.run.paths.root, self.run.spec.fingerprint)
-        folder = self.run.paths.states
-        sizes = {path.name: path.stat().st_size for path in folder.iterdir()} if folder.is_dir() else {}
-        lost = [shard.name for shard in index.shards if sizes.get(shard.name) != shard.size]
+        lost = index.lost_shards()
         missing = len(pending_work(self.run.plan, index, self.run.tensors).lacking)
         if lost or missing:
             raise StoreDamaged(
@@ -133,13 +131,14 @@ def session(run: Prepared, observer: Observer) -> Iterator[Session]:
         index = run.index
         work = run.work(index)
         if not work.lacking and _is_settled(run, index):
-            yield Session(run, index, stack)
+            yield Session(run, index, work, stack)
             return
         require_room(run, work)
         writer = StoreWriter(run.paths.root, run.life, run.spec.fingerprint, run.request.store_options)
         stack.callback(writer.close)
         report = recover(run.paths.root, writer)
-        opened = Session(run, report.index or StoreIndex.load(run.paths.root, run.spec.fingerprint), stack)
+        index = report.index or StoreIndex.load(run.paths.root, run.spec.fingerprint)
+        opened = Session(run, index, run.work(index), stack)
         opened.open_life(writer, observer.show)
         for words in (*_told(report), *_deadly(opened)):
             observer.say(words)
@@ -158,8 +157,7 @@ def _deadly(opened: Session) -> list[str]:
 
 def _is_settled(run: Prepared, index: StoreIndex) -> bool:
     """Whether the ledgers and the shards' folder agree, so that a life with nothing to do need not open a ledger."""
-    folder = run.paths.states
-    files = {path.name: path.stat().st_size for path in folder.iterdir()} if folder.is_dir() else {}
+    files = file_sizes(run.paths.states)
     return (
         not index.problems
         and all(files.pop(shard.name, None) == shard.size for shard in index.shards)

@@ -74,7 +74,7 @@ def _counted(run: Run, paths: RunPaths) -> dict[str, Any]:
         "stored_bytes": index.stored_bytes,
         "ratio": ratio(index.stored_bytes, sum(shard.raw_bytes for shard in index.shards)),
         "other_states": other_states(work, index),
-        "lost_shards": _lost_shards(run),
+        "lost_shards": len(index.lost_shards()),
         **plan_facts(run.plan),
         "bytes_per_token": raw_bytes(1, len(run.layers), spec.hidden_size),
         "tokens_per_s": None,
@@ -107,13 +107,6 @@ def _planned(plan: Plan) -> dict[str, Any]:
         **plan_facts(plan),
         "holder": None,
     }
-
-
-def _lost_shards(run: Run) -> int:
-    """Recorded shards that are not there or have another size: one look at each file's size, no more."""
-    folder = run.paths.states
-    sizes = {entry.name: entry.stat().st_size for entry in folder.iterdir()} if folder.is_dir() else {}
-    return sum(sizes.get(shard.name) != shard.size for shard in run.index.shards)
 
 
 def rejects(root: Path) -> dict[str, Any]:

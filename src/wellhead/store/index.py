@@ -142,6 +142,11 @@ class StoreIndex:
             table=line.tables.get(tensor),
         )
 
+    def lost_shards(self) -> list[str]:
+        """Recorded shards whose file is not there or has another size. Looks at sizes only; OSError."""
+        sizes = file_sizes(RunPaths(self._run_dir).states)
+        return [shard.name for shard in self.shards if sizes.get(shard.name) != shard.size]
+
     def commit_of(self, shard: ShardInfo) -> Commit:
         """The whole record of a shard, read again from its ledger."""
         life, offset = shard.position
@@ -193,6 +198,13 @@ class StoreIndex:
                 out.append((shard.position, frozenset(split_ids(gathered.ids[first:end].hex()))))
             first = end
         return out
+
+
+def file_sizes(folder: Path) -> dict[str, int]:
+    """Name -> bytes of the files in a folder; nothing if there is no such folder."""
+    if not folder.is_dir():
+        return {}
+    return {entry.name: entry.stat().st_size for entry in folder.iterdir() if entry.is_file()}
 
 
 Removal = Tombstone | Replace | Retired

@@ -18,7 +18,7 @@ from wellhead.paths import RunPaths
 from wellhead.store.atomic import POSIX, TEMP_PREFIX, Disk
 from wellhead.store.faults import disk_errors
 from wellhead.store.head import SealedShard, read_head
-from wellhead.store.index import StoreIndex
+from wellhead.store.index import StoreIndex, file_sizes
 from wellhead.store.ledger import Adopt, Opened, Recover, Tombstone, parse, scan
 from wellhead.store.life import HEARTBEAT_LIMIT_S, Life, is_dead, is_life_id
 from wellhead.store.lock import Holder
@@ -75,7 +75,7 @@ class _Recovery:
         dead = {life_id for life_id in others if self._is_over(life_id)}
         index = StoreIndex.load(self._paths.root, self._writer.fingerprint)
         self._settle(index, dead)
-        sizes = {entry.name: entry.stat().st_size for entry in self._paths.states.iterdir() if entry.is_file()}
+        sizes = file_sizes(self._paths.states)
         self._bury_the_lost(index, sizes)
         self._take_in_orphans(index, sizes)
         self._sweep(dead)
